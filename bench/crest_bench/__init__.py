@@ -1,0 +1,1 @@
+"""Microbenchmarks and the code-generation report."""

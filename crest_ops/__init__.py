@@ -1,0 +1,1 @@
+"""Custom-kernel accelerated credit assignment and loss for agentic RL."""

@@ -1,0 +1,1 @@
+"""Credit-assignment methods, one file per paper."""

@@ -1,0 +1,1 @@
+"""Triton kernels over vocabulary logits and token spans. Imports torch and triton only."""

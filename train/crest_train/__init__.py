@@ -1,0 +1,1 @@
+"""A thin trainer for long-horizon multi-turn tool-use agents."""

@@ -1,0 +1,1 @@
+"""Environments: multi-turn tool-use sessions with verified turn rewards."""

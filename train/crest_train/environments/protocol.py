@@ -1,0 +1,53 @@
+"""What an environment is to the trainer: text in, text out, a verified reward for every user turn."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an environment answers to one action.
+
+    observation: the tool's reply, appended as tokens that are never trained on; None when nothing is replied.
+    turn_reward: the verified reward of the turn, in [0, 1], when this action ended it; None while the turn goes on.
+    request: the next user request, when the turn ended and another follows; None otherwise.
+    info: what rules can say of the action (role, error, cause, ...), for the credit methods that ask for it.
+    """
+
+    observation: str | None = None
+    turn_reward: float | None = None
+    request: str | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """True when the session is over: the last turn ended."""
+        return self.turn_reward is not None and self.request is None
+
+
+class Environment(Protocol):
+    """One session at a time; an instance shares no mutable state with any other.
+
+    A bad action (not parseable, no such tool, wrong arguments) is answered with an observation, never an exception.
+    """
+
+    system: str
+    """The system prompt of the session (tool docs), valid after reset; empty when there is none."""
+
+    num_turns: int
+    """Number of user turns of the session, valid after reset."""
+
+    def reset(self, seed: int) -> str:
+        """Start the session that `seed` names, the same one in every process, and return the first user request."""
+
+    def step(self, action: str) -> Step:
+        """Play one action of the policy, given as its text without the end-of-action token."""
+
+    def gold(self) -> str:
+        """The ground-truth actions of the turn now being played, as the policy would have to write them."""
+
+    def save(self) -> Any:
+        """The exact state of the session, independent of later steps."""
+
+    def restore(self, state: Any) -> None:
+        """Continue from a state that `save` gave."""
