@@ -1,0 +1,87 @@
+"""What a credit method reads (Signals) and what it gives back (Credit).
+
+Shape letters: N token positions, S actions, K turns, B trajectories. The letter that ends a field's name is its length.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .spans import Spans, checks_values
+
+
+@dataclass(frozen=True, eq=False)
+class Signals:
+    """Everything that may be known of a batch; a method takes what its `needs` names. Log-probs in nats.
+
+    reward_B: verified outcome of the trajectory. turn_reward_K: that of the turn (the turns of Spans, in order).
+    action_reward_S: environment reward of the action. value_S: potential of the state before the action.
+    teacher_gap_N: teacher minus student log-prob of the realised token.
+    skill_gap_N: teacher with the hindsight skill minus teacher without it.
+    surprisal_N, entropy_N: -log-prob of the realised token; entropy of the policy there.
+    gold_logp [S + B]: mean gold-answer log-prob at every action boundary, per trajectory its T_i + 1 states in order.
+    feedback_S int: -1, 0, +1 read from the environment's reply.
+    role_S int: 0 decisive progress, 1 useful exploration, 2 no-progress infrastructure, 3 regression.
+    clue_score_S: step score in [0, 2]. error_S bool: the action failed.
+    cause_S int: index of the action whose error caused it, or -1. state_key_S int64: equal for equal states.
+    action_mask_S bool: environment-facing actions, where a method treats them apart.
+    """
+
+    reward_B: Tensor | None = None
+    turn_reward_K: Tensor | None = None
+    action_reward_S: Tensor | None = None
+    value_S: Tensor | None = None
+    teacher_gap_N: Tensor | None = None
+    skill_gap_N: Tensor | None = None
+    surprisal_N: Tensor | None = None
+    entropy_N: Tensor | None = None
+    gold_logp: Tensor | None = None
+    feedback_S: Tensor | None = None
+    role_S: Tensor | None = None
+    clue_score_S: Tensor | None = None
+    error_S: Tensor | None = None
+    cause_S: Tensor | None = None
+    state_key_S: Tensor | None = None
+    action_mask_S: Tensor | None = None
+
+    def require(self, spans: Spans, *names: str) -> tuple[Tensor, ...]:
+        """The named signals, detached, after checking them against the spans.
+
+        Raises ValueError naming the signal: missing, of the wrong length, or not finite (per-token signals: at a policy
+        token; on CUDA looked at under CREST_DEBUG=1 only).
+        """
+        return tuple(self._checked(spans, name) for name in names)
+
+    def _checked(self, spans: Spans, name: str) -> Tensor:
+        signal = getattr(self, name)
+        if signal is None:
+            raise ValueError(f"signal {name} is missing: pass Signals({name}=...)")
+        letters = {"N": spans.num_tokens, "S": spans.num_actions, "K": spans.num_turns, "B": spans.num_trajectories}
+        length = letters["S"] + letters["B"] if name == "gold_logp" else letters[name[-1]]
+        if [*signal.shape] != [length]:
+            raise ValueError(f"signal {name} has shape {[*signal.shape]}, want [{length}] to match the spans")
+        if checks_values(signal):
+            bad = ~torch.isfinite(signal) & (spans.mask if name.endswith("_N") else True)
+            if bad.any():
+                at = int(torch.nonzero(bad)[0])
+                raise ValueError(f"signal {name}[{at}] is {float(signal[at])}: want finite values")
+        return signal.detach()
+
+
+@dataclass(frozen=True, eq=False)
+class Credit:
+    """What the loss applies: loss = sum_N token_weight_N * surrogate(ratio_N, credit_N) (+ distillation); all detached.
+
+    credit_N: signed coefficient of each token, 0 where the policy did not write it.
+    token_weight_N float32: the reduction. surrogate: one of crest_ops.surrogates.
+    distill_N: per-token weight of an auxiliary distillation term, with the sign that adds to the loss, or None.
+    distill_kind: which divergence that term is, or None.
+    """
+
+    credit_N: Tensor
+    token_weight_N: Tensor
+    surrogate: Any
+    distill_N: Tensor | None = None
+    distill_kind: str | None = None
