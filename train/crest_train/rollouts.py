@@ -1,0 +1,289 @@
+"""Plays sessions with the policy, many in lockstep over one key-value cache that is kept across the turns of a session.
+
+Every row feeds exactly as many tokens as every other (forced or sampled, one at a time unless all rows have more queued), so
+all rows share one cache index, no mask is needed, and a session costs one visit per token.
+
+B = sessions, T = token positions, K = turns of a session, R = rows that sample, H = hidden size, V = vocabulary.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from crest_train.cache import GrowingCache
+from crest_train.chat import Chat
+from crest_train.environments.protocol import Environment
+from crest_train.model import context_length, head_logits, hidden_states, logit_options, shaped_logits
+
+
+@dataclass
+class Action:
+    """One action of the policy: its tokens, where they begin in the session (and in the teacher's), what came of it.
+
+    cut: stopped by `max_action_tokens` (the environment saw its text) or by the model's context (it did not).
+    """
+
+    turn: int
+    start: int
+    teacher_start: int
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    text: str = ""
+    observation: str | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    cut: bool = False
+
+
+@dataclass
+class Session:
+    """One played session: its tokens behind the prompt, its actions, and the verified reward of every turn reached.
+
+    cut: the session reached the model's context; the turn it was in has reward 0 and later turns do not exist.
+    """
+
+    seed: int
+    prompt: list[int]
+    num_turns: int
+    requests: list[str]
+    ids: list[int]
+    teacher_ids: list[int]
+    actions: list[Action]
+    turn_reward: list[float]
+    cut: bool
+
+
+@dataclass
+class Rollout:
+    """What `rollout` gives: the sessions as tensors (the shared prompts left out) and as records.
+
+    ids [B,T] int64 (0 behind a session's end); policy [B,T] bool, True where the policy wrote; turn [B,T] int64, the place of
+    the token's turn in its session, -1 where the policy did not write; old_logp [B,T] float32, log-prob at the sampling
+    temperature, 0 elsewhere; turn_reward [B,K] float32, 0 for turns not reached; reached [B,K] bool; num_turns [B] int64;
+    teacher_ids [B,T'] and teacher_position [B,T] int64 (where each policy token stands in teacher_ids; 0 elsewhere), None
+    when no teacher stream was asked for. seconds: wall time.
+    """
+
+    sessions: list[Session]
+    ids: torch.Tensor
+    policy: torch.Tensor
+    turn: torch.Tensor
+    old_logp: torch.Tensor
+    turn_reward: torch.Tensor
+    reached: torch.Tensor
+    num_turns: torch.Tensor
+    teacher_ids: torch.Tensor | None
+    teacher_position: torch.Tensor | None
+    seconds: float
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that the policy wrote."""
+        return sum(len(action.tokens) for session in self.sessions for action in session.actions)
+
+    @property
+    def fed_tokens(self) -> int:
+        """Number of tokens of all sessions, prompts left out."""
+        return sum(len(session.ids) for session in self.sessions)
+
+    @property
+    def cut_sessions(self) -> int:
+        """Number of sessions that reached the model's context."""
+        return sum(session.cut for session in self.sessions)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the policy writes: temperature > 0, at most max_action_tokens per action.
+
+    teacher_template: how a turn's ground truth enters the self-teacher's request, with {request} and {gold}; None for no
+    teacher stream.
+    """
+
+    temperature: float = 1.0
+    max_action_tokens: int = 8
+    teacher_template: str | None = None
+
+
+def rollout(
+    model: PreTrainedModel,
+    chat: Chat,
+    environments: list[Environment],
+    seeds: list[int],
+    *,
+    generator: torch.Generator,
+    sampling: Sampling,
+) -> Rollout:
+    """Play one session per environment, started with its seed, and return them all in the order given.
+
+    Sessions that share a system prompt are played together. generator: on the model's device.
+    """
+    began = time.perf_counter()
+    rows = [
+        _Row(chat, environment, seed, sampling, context_length(model))
+        for environment, seed in zip(environments, seeds, strict=True)
+    ]
+    by_prompt: dict[tuple[int, ...], list[_Row]] = {}
+    for row in rows:
+        by_prompt.setdefault(tuple(row.session.prompt), []).append(row)
+    for prompt, alike in by_prompt.items():
+        _play(model, list(prompt), [row for row in alike if not row.over], generator, sampling.temperature)
+    sessions = [row.session for row in rows]
+    return _as_tensors(sessions, sampling.teacher_template is not None, time.perf_counter() - began)
+
+
+class _Row:
+    """A session being played: what is queued to be fed, and the action being written."""
+
+    def __init__(self, chat: Chat, environment: Environment, seed: int, sampling: Sampling, context: int):
+        self.chat, self.environment, self.sampling = chat, environment, sampling
+        request = environment.reset(seed)
+        prompt, opening = chat.open(environment.system, request)
+        self.room = context - len(prompt)
+        self.session = Session(seed, prompt, environment.num_turns, [], [], [], [], [], cut=False)
+        self.pending: deque[int] = deque()
+        self.over = False
+        self._force(opening, chat.open(environment.system, self._hinted(request))[1])
+        self._begin_action()
+
+    def take(self, width: int) -> list[int]:
+        """The next tokens to feed; a session that is over feeds nothing of meaning."""
+        return [0] * width if self.over else [self.pending.popleft() for _ in range(width)]
+
+    def write(self, token: int, logp: float) -> None:
+        """Take a sampled token; play the action when it ends."""
+        action = self.action
+        action.tokens.append(token)
+        action.logp.append(logp)
+        ended = token == self.chat.end_token
+        if ended or len(action.tokens) == self.sampling.max_action_tokens:
+            self._play_action(action, ended)
+        elif self.taken + len(action.tokens) >= self.room:
+            action.cut = True
+            self._cut()
+        else:
+            self.pending.append(token)
+
+    def _begin_action(self) -> None:
+        session = self.session
+        self.action = Action(len(session.turn_reward), len(session.ids), len(session.teacher_ids))
+        self.taken = max(len(session.ids), len(session.teacher_ids))
+        if self.taken >= self.room:
+            self._cut()
+        else:
+            session.actions.append(self.action)
+
+    def _play_action(self, action: Action, ended: bool) -> None:
+        session, end = self.session, self.chat.end_token
+        action.text = self.chat.decode(action.tokens[:-1] if ended else action.tokens)
+        action.cut = not ended
+        step = self.environment.step(action.text)
+        action.observation, action.info = step.observation, step.info
+        session.ids += action.tokens
+        session.teacher_ids += action.tokens
+        if step.turn_reward is not None:
+            session.turn_reward.append(float(step.turn_reward))
+        if step.done:
+            self.over = True
+            return
+        self.pending.append(action.tokens[-1])
+        closing = [] if ended else [end]
+        reply = closing + self.chat.reply(step.observation, step.request)
+        hinted = reply
+        if step.request is not None:
+            hinted = closing + self.chat.reply(step.observation, self._hinted(step.request))
+        self._force(reply, hinted)
+        self._begin_action()
+
+    def _force(self, ids: list[int], teacher_ids: list[int]) -> None:
+        self.pending.extend(ids)
+        self.session.ids += ids
+        self.session.teacher_ids += teacher_ids
+
+    def _hinted(self, request: str) -> str:
+        self.session.requests.append(request)
+        template = self.sampling.teacher_template
+        return request if template is None else template.format(request=request, gold=self.environment.gold())
+
+    def _cut(self) -> None:
+        """The context is full: the turn under way fails, finished turns stay."""
+        session = self.session
+        self.over = session.cut = True
+        if self.action.tokens:
+            session.ids += self.action.tokens
+            session.teacher_ids += self.action.tokens
+        if any(action.turn == len(session.turn_reward) for action in session.actions):
+            session.turn_reward.append(0.0)
+
+
+@torch.inference_mode()
+def _play(
+    model: PreTrainedModel, prompt: list[int], rows: list[_Row], generator: torch.Generator, temperature: float
+) -> None:
+    """Play the rows, which share a prompt, until all are over."""
+    options = logit_options(model)
+    cache = GrowingCache()
+    if prompt and rows:
+        hidden_states(model, torch.tensor([prompt], device=model.device), cache)
+        cache.select([0] * len(rows))
+    while playing := [slot for slot, row in enumerate(rows) if not row.over]:
+        if 4 * len(playing) <= 3 * len(rows):
+            cache.select(playing)
+            rows = [rows[slot] for slot in playing]
+            playing = range(len(rows))
+        width = min(len(rows[slot].pending) for slot in playing)
+        fed = torch.tensor([row.take(width) for row in rows], device=model.device)
+        hidden_BH = hidden_states(model, fed, cache)[:, -1]
+        ready = [slot for slot in playing if not rows[slot].pending]
+        if not ready:
+            continue
+        logits_RV = shaped_logits(head_logits(model, hidden_BH[ready]), **options)
+        for slot, token, logp in zip(ready, *_sample(logits_RV, temperature, generator), strict=True):
+            rows[slot].write(token, logp)
+
+
+def _sample(logits_RV: torch.Tensor, temperature: float, generator: torch.Generator) -> tuple[list[int], list[float]]:
+    logp_RV = (logits_RV / temperature).log_softmax(-1)
+    chosen_R1 = torch.multinomial(logp_RV.exp(), 1, generator=generator)
+    return chosen_R1.squeeze(1).tolist(), logp_RV.gather(1, chosen_R1).squeeze(1).tolist()
+
+
+def _as_tensors(sessions: list[Session], with_teacher: bool, seconds: float) -> Rollout:
+    length = max(len(session.ids) for session in sessions)
+    turns = max(session.num_turns for session in sessions)
+    policy, turn, old_logp, position = [], [], [], []
+    for session in sessions:
+        turn_T, logp_T, position_T = [-1] * length, [0.0] * length, [0] * length
+        for action in session.actions:
+            size = len(action.tokens)
+            written = slice(action.start, action.start + size)
+            turn_T[written] = [action.turn] * size
+            logp_T[written] = action.logp
+            position_T[written] = range(action.teacher_start, action.teacher_start + size)
+        turn.append(turn_T)
+        old_logp.append(logp_T)
+        position.append(position_T)
+    turn_BT = torch.tensor(turn, dtype=torch.int64)
+    rewards = [session.turn_reward for session in sessions]
+    return Rollout(
+        sessions=sessions,
+        ids=_padded([session.ids for session in sessions], length),
+        policy=turn_BT >= 0,
+        turn=turn_BT,
+        old_logp=torch.tensor(old_logp, dtype=torch.float32),
+        turn_reward=torch.tensor([reward + [0.0] * (turns - len(reward)) for reward in rewards]),
+        reached=torch.tensor([[k < len(reward) for k in range(turns)] for reward in rewards]),
+        num_turns=torch.tensor([session.num_turns for session in sessions]),
+        teacher_ids=_padded([s.teacher_ids for s in sessions], max(len(s.teacher_ids) for s in sessions))
+        if with_teacher
+        else None,
+        teacher_position=torch.tensor(position, dtype=torch.int64) if with_teacher else None,
+        seconds=seconds,
+    )
+
+
+def _padded(rows: list[list[int]], length: int) -> torch.Tensor:
+    return torch.tensor([row + [0] * (length - len(row)) for row in rows], dtype=torch.int64)
