@@ -1,0 +1,392 @@
+"""Log-prob, entropy and normaliser of each token, from vocabulary logits, differentiable in log-prob and entropy.
+
+Shape letters: N tokens, V vocabulary, B batch, T rows of a batch entry (N = B * T), R rows of a chunk.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .backend import debugging, resolve_backend
+
+OUTPUTS = ("logp", "entropy", "sum_sq_probs")
+OUT = -1e30  # a logit at or below it is out of the support, as -inf is
+CHUNK_ELEMENTS = 1 << 18  # of the plain-torch backend's float32 working set, which so stays in cache
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """What `token_stats` gives per token: float32 (float64 for float64 logits), shaped like `targets`.
+
+    logp: log-prob of the target. entropy: entropy of the row, None unless asked for. lse: log-sum-exp of the row's scaled logits.
+    sum_sq_probs: sum of squared probabilities, None unless asked for. lse and sum_sq_probs carry no gradient.
+    """
+
+    logp: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    sum_sq_probs: Tensor | None = None
+
+
+def token_stats(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    outputs: Sequence[str] = ("logp", "entropy"),
+    backend: str = "auto",
+) -> TokenStats:
+    """Log-prob of the target, entropy and log-sum-exp of every row, in one read of the logits.
+
+    z = cap(logit_scale * logits) / temperature with cap(x) = softcap * tanh(x / softcap);
+    lse = log sum_{v < vocab_size} exp z_v,  logp = z_target - lse,  entropy = -sum_v p_v log p_v,  p = exp(z - lse).
+
+    Backward reads the logits once more and writes their gradient:
+    d logp / dz_v = 1[v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + entropy). It takes any upstream gradient; double
+    backward raises.
+
+    logits [..., V]: float16, bfloat16 or float32, any strides with a contiguous last dimension (others are copied once);
+        computed in float32. float64 is computed in and returned as float64, by the torch backend (for gradient checks).
+        A logit <= -1e30 counts as -inf: out of the support, probability and gradient exactly 0.
+    targets [...]: int64 or int32 ids, already shifted. `ignore_index` marks a row that is not wanted.
+    mask [...] bool: True = wanted. A row that is not wanted is not read; its outputs and gradient are exactly 0.
+    temperature: a number or a tensor [...], > 0. softcap: > 0 or None. logit_scale: > 0.
+    vocab_size: columns from there on are padding: never in the sum, gradient 0. Default V.
+    outputs: names of TokenStats that are wanted besides lse, of "logp", "entropy", "sum_sq_probs".
+    backend: "auto", "torch" or "triton".
+
+    A target outside the support (its logit is -inf) gives logp = -inf and an all-zero gradient row; a row without support gives
+    in addition lse = -inf and entropy = 0. A row holding NaN or +inf gives NaN, in that row only.
+
+    Raises ValueError naming the argument for wrong shapes, dtypes, devices, values, and targets outside [0, vocab_size).
+    On a GPU targets and a temperature tensor are checked by device-side asserts, or as ValueError under CREST_DEBUG=1.
+    """
+    unknown = [name for name in outputs if name not in OUTPUTS]
+    if isinstance(outputs, str) or unknown:
+        raise ValueError(f"outputs is {outputs!r}, want a sequence of {', '.join(map(repr, OUTPUTS))}")
+    logp, entropy, lse, sum_sq_probs = stats_tensors(
+        logits, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index,
+        "entropy" in outputs, "sum_sq_probs" in outputs, False, backend,
+    )  # fmt: skip
+    return TokenStats(logp, entropy, lse, sum_sq_probs)
+
+
+def stats_tensors(
+    logits, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index,
+    entropy: bool, sum_sq: bool, inplace: bool, backend: str,
+):  # fmt: skip
+    """`token_stats` by position, with `inplace`: backward overwrites the logits with their gradient."""
+    vocab_size = check_vocabulary_arguments(logits, targets, mask, temperature, softcap, logit_scale, vocab_size)
+    backend = resolve_backend(backend, logits.device, logits.dtype)
+    shape = targets.shape
+    if inplace and not is_writable_in_place(logits):
+        raise ValueError("inplace is True, but logits overlap themselves in memory or would have to be copied: use inplace=False")
+    temperature = as_rows(temperature, logits)
+    target_N = torch.ops.crest.wanted_targets(
+        targets.reshape(-1), None if mask is None else mask.reshape(-1), temperature, vocab_size, ignore_index
+    )
+    logp, entropy_N, lse, sum_sq_N, _ = torch.ops.crest.token_stats(
+        as_batch(logits), target_N, temperature, vocab_size, float(logit_scale), float(softcap or 0),
+        entropy, sum_sq, inplace, backend,
+    )  # fmt: skip
+    return (
+        logp.view(shape),
+        entropy_N.view(shape) if entropy else None,
+        lse.detach().view(shape),
+        sum_sq_N.detach().view(shape) if sum_sq else None,
+    )
+
+
+def check_vocabulary_arguments(logits, targets, mask, temperature, softcap, logit_scale, vocab_size) -> int:
+    """Check what shapes, dtypes and devices say, before any work. Returns the number of valid columns."""
+    if not isinstance(logits, Tensor) or logits.dim() < 1 or logits.dtype not in FLOAT_DTYPES:
+        found = f"{[*logits.shape]} {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"logits is {found}, want [..., V] of float16, bfloat16, float32 or float64")
+    rows = logits.shape[:-1]
+    check_per_token("targets", targets, rows, (torch.int64, torch.int32), logits.device)
+    if mask is not None:
+        check_per_token("mask", mask, rows, (torch.bool,), logits.device)
+    if isinstance(temperature, Tensor):
+        check_per_token("temperature", temperature, rows, FLOAT_DTYPES, logits.device)
+    else:
+        check_positive("temperature", temperature)
+    if softcap is not None:
+        check_positive("softcap", softcap)
+    check_positive("logit_scale", logit_scale)
+    width = logits.shape[-1]
+    if vocab_size is None:
+        vocab_size = width
+    if not 1 <= vocab_size <= width:
+        raise ValueError(f"vocab_size is {vocab_size}, want 1 <= vocab_size <= {width}, the last dimension of logits")
+    return vocab_size
+
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_per_token(name: str, tensor, shape, dtypes, device) -> None:
+    """`tensor` has exactly this shape (nothing is broadcast), one of these dtypes, and lies on this device."""
+    wanted = f"{[*shape]} of {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} is {type(tensor).__name__}, want a tensor {wanted}")
+    if tensor.shape != shape or tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {[*tensor.shape]} {str(tensor.dtype).removeprefix('torch.')}, want {wanted}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, want {device}, where logits are")
+
+
+def check_positive(name: str, value) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}, want a number > 0")
+
+
+def as_batch(logits: Tensor) -> Tensor:
+    """logits [..., V] as [B, T, V] with a contiguous last dimension, without a copy where strides allow it."""
+    width = logits.shape[-1]
+    if logits.stride(-1) != 1 and width > 1:
+        logits = logits.contiguous()
+    if logits.dim() == 3:
+        return logits
+    return logits.reshape(1, -1, width)
+
+
+def as_rows(temperature: float | Tensor, logits: Tensor) -> Tensor:
+    """[N] per-token temperatures, or [1] for a number, in the dtype of the arithmetic."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if isinstance(temperature, Tensor):
+        return temperature.detach().reshape(-1).to(dtype)
+    return torch.full((1,), temperature, dtype=dtype, device=logits.device)
+
+
+def is_writable_in_place(logits: Tensor) -> bool:
+    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        return False
+    if logits.dim() != 3 and logits.numel() and logits.reshape(1, -1, logits.shape[-1]).data_ptr() != logits.data_ptr():
+        return False
+    return all(stride > 0 or size <= 1 for size, stride in zip(logits.shape, logits.stride(), strict=True))
+
+
+@torch.library.custom_op("crest::wanted_targets", mutates_args=())
+def wanted_targets(
+    targets: Tensor, mask: Tensor | None, temperature: Tensor, num_columns: int, ignore_index: int
+) -> Tensor:
+    """int64 targets with -1 where the row is not wanted; values of targets and temperature checked."""
+    wanted = targets != ignore_index
+    if mask is not None:
+        wanted = wanted & mask
+    good_target = ~wanted | ((targets >= 0) & (targets < num_columns))
+    good_temperature = (temperature > 0) & (temperature < math.inf)
+    if temperature.numel() > 1:
+        good_temperature = good_temperature | ~wanted
+    if targets.device.type == "cpu" or debugging():
+        if not good_target.all():
+            at = int((~good_target).nonzero()[0])
+            raise ValueError(
+                f"targets[{at}] is {int(targets[at])} (positions counted row by row), want 0 <= target < {num_columns}, "
+                f"or ignore_index = {ignore_index}"
+            )
+        if not good_temperature.all():
+            at = int((~good_temperature).nonzero()[0])
+            raise ValueError(f"temperature[{at}] is {float(temperature[at])}, want a number > 0")
+    else:
+        torch._assert_async(good_target.all(), "targets must lie in [0, vocab_size) or be ignore_index")
+        torch._assert_async(good_temperature.all(), "temperature must be > 0")
+    return torch.where(wanted, targets, -1).to(torch.int64)
+
+
+@wanted_targets.register_fake
+def _(targets, mask, temperature, num_columns, ignore_index):
+    return torch.empty_like(targets, dtype=torch.int64)
+
+
+# --- the plain-torch definition -------------------------------------------------------------------------------------------
+
+
+def scaled_logits(x_RV: Tensor, temperature_R1: Tensor, softcap: float, logit_scale: float):
+    """(z, z of what is out of the support, d z / d logits) with z = cap(logit_scale * x) / temperature."""
+    x_RV = x_RV.to(temperature_R1.dtype, copy=True).clamp_(min=OUT)
+    if not softcap:
+        scale_R1 = logit_scale / temperature_R1
+        return x_RV.mul_(scale_R1), OUT * scale_R1, scale_R1
+    tanh_RV = torch.tanh(x_RV * (logit_scale / softcap))
+    z_RV = torch.where(x_RV <= OUT, OUT, softcap * tanh_RV).div_(temperature_R1)
+    return z_RV, OUT / temperature_R1, (1 - tanh_RV * tanh_RV).mul_(logit_scale / temperature_R1)
+
+
+def stats_rows(x_RV: Tensor, target_R: Tensor, temperature_R1: Tensor, softcap: float, logit_scale: float, entropy: bool, sum_sq: bool):
+    """(logp, entropy, lse, sum_sq_probs, max, log_sum) of rows that are all wanted."""
+    z_RV, out_R1, _ = scaled_logits(x_RV, temperature_R1, softcap, logit_scale)
+    max_R1 = z_RV.amax(1, keepdim=True)
+    t_RV = z_RV.sub_(max_R1)
+    t_target_R = t_RV.gather(1, target_R[:, None])[:, 0]
+    out_R = x_RV.gather(1, target_R[:, None])[:, 0] <= OUT
+    e_RV = t_RV.exp()
+    sum_R = e_RV.sum(1)
+    log_sum_R = sum_R.log()
+    empty_R = (max_R1 <= out_R1)[:, 0]
+    zero = sum_R.new_zeros(())
+    entropy_R = sum_sq_R = zero.expand_as(sum_R)
+    if sum_sq:
+        sum_sq_R = torch.where(empty_R, zero, (e_RV * e_RV).sum(1) / (sum_R * sum_R))
+    if entropy:
+        entropy_R = log_sum_R - t_RV.mul_(e_RV).sum(1) / sum_R
+        entropy_R = torch.where(empty_R, zero, entropy_R.clamp(0, math.log(x_RV.shape[1])))
+    logp_R = torch.where(out_R, -math.inf, (t_target_R - log_sum_R).clamp(max=0))
+    lse_R = torch.where(empty_R, -math.inf, max_R1[:, 0] + log_sum_R)
+    return logp_R, entropy_R, lse_R, sum_sq_R, max_R1[:, 0], log_sum_R
+
+
+def grad_rows(
+    x_RV: Tensor, target_R, temperature_R1, softcap: float, logit_scale: float,
+    entropy_R, max_R, log_sum_R, grad_logp_R, grad_entropy_R: Tensor | None,
+):  # fmt: skip
+    """d (grad_logp . logp + grad_entropy . entropy) / d logits of rows that are all wanted."""
+    z_RV, _, dz_RV = scaled_logits(x_RV, temperature_R1, softcap, logit_scale)
+    logp_RV = z_RV.sub_(max_R[:, None]).sub_(log_sum_R[:, None])
+    p_RV = logp_RV.exp()
+    if grad_entropy_R is None:
+        grad_RV = p_RV.mul_(-grad_logp_R[:, None])
+    else:
+        const_R = grad_logp_R + grad_entropy_R * entropy_R
+        grad_RV = logp_RV.mul_(-grad_entropy_R[:, None]).sub_(const_R[:, None]).mul_(p_RV)
+    rows = torch.arange(len(target_R), device=x_RV.device)
+    grad_RV[rows, target_R] += grad_logp_R
+    grad_RV.mul_(dz_RV)
+    dead_R = (x_RV[rows, target_R] <= OUT) | ((grad_logp_R == 0) & (0 if grad_entropy_R is None else grad_entropy_R == 0))
+    return grad_RV.masked_fill_(dead_R[:, None], 0)
+
+
+def wanted_chunks(target_N: Tensor, num_columns: int):
+    """Indices of the wanted rows, a few at a time; never a single row, whose sums torch would add in another order."""
+    rows = (target_N >= 0).nonzero()[:, 0]
+    size = max(2, CHUNK_ELEMENTS // num_columns)
+    for chunk in rows.split(size):
+        yield chunk if len(chunk) > 1 else chunk.repeat(2)
+
+
+def stats_torch(logits_BTV, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq):
+    outputs_N = [temperature.new_zeros(len(target_N)) for _ in range(6)]
+    for rows in wanted_chunks(target_N, num_columns):
+        x_RV = _rows_of(logits_BTV, rows)[:, :num_columns]
+        temperature_R1 = temperature[rows if len(temperature) > 1 else rows * 0][:, None]
+        found = stats_rows(x_RV, target_N[rows], temperature_R1, softcap, logit_scale, entropy, sum_sq)
+        for output_N, output_R in zip(outputs_N, found, strict=True):
+            output_N[rows] = output_R
+    logp, entropy_N, lse, sum_sq_N, max_N, log_sum_N = outputs_N
+    return logp, entropy_N, lse, sum_sq_N, torch.stack([max_N, log_sum_N])
+
+
+def grad_torch(grad_BTV, logits_BTV, target_N, temperature, entropy_N, normaliser, grad_logp, grad_entropy, num_columns, logit_scale, softcap):
+    length = logits_BTV.shape[1]
+    unwanted = (target_N < 0).nonzero()[:, 0]
+    grad_BTV[unwanted // max(length, 1), unwanted % max(length, 1)] = 0
+    grad_BTV[:, :, num_columns:] = 0
+    for rows in wanted_chunks(target_N, num_columns):
+        x_RV = _rows_of(logits_BTV, rows)[:, :num_columns]
+        temperature_R1 = temperature[rows if len(temperature) > 1 else rows * 0][:, None]
+        found_RV = grad_rows(
+            x_RV, target_N[rows], temperature_R1, softcap, logit_scale, entropy_N[rows], normaliser[0, rows], normaliser[1, rows],
+            grad_logp[rows], None if grad_entropy is None else grad_entropy[rows],
+        )  # fmt: skip
+        grad_BTV[rows // length, rows % length, :num_columns] = found_RV.to(grad_BTV.dtype)
+
+
+def _rows_of(logits_BTV: Tensor, rows: Tensor) -> Tensor:
+    return logits_BTV[rows // logits_BTV.shape[1], rows % logits_BTV.shape[1]]
+
+
+# --- the ops --------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("crest::token_stats", mutates_args=())
+def token_stats_op(
+    logits: Tensor, target_N: Tensor, temperature: Tensor, num_columns: int, logit_scale: float, softcap: float,
+    entropy: bool, sum_sq: bool, inplace: bool, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """logits [B, T, V] -> (logp, entropy, lse, sum_sq_probs) [N] and the backend's normaliser [2, N], which backward reads."""
+    if backend == "triton":
+        from crest_kernels.token_stats import token_stats as stats_triton
+
+        return stats_triton(logits, target_N, temperature, num_columns, logit_scale, softcap, sum_sq)
+    return stats_torch(logits, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq)
+
+
+@token_stats_op.register_fake
+def _(logits, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq, inplace, backend):
+    per_token = [temperature.new_empty(target_N.shape) for _ in range(4)]
+    return *per_token, temperature.new_empty(2, target_N.shape[0])
+
+
+def _write_gradient(grad, logits, backend, *arguments) -> None:
+    if backend == "triton":
+        from crest_kernels.token_stats import token_stats_grad as grad_triton
+
+        grad_triton(grad, logits, *arguments)
+    else:
+        grad_torch(grad, logits, *arguments)
+
+
+@torch.library.custom_op("crest::token_stats_grad", mutates_args=())
+def token_stats_grad_op(
+    logits: Tensor, target_N: Tensor, temperature: Tensor, entropy_N: Tensor, normaliser: Tensor, grad_logp: Tensor,
+    grad_entropy: Tensor | None, num_columns: int, logit_scale: float, softcap: float, backend: str,
+) -> Tensor:  # fmt: skip
+    """Gradient of grad_logp . logp + grad_entropy . entropy by the logits, [B, T, V]."""
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    _write_gradient(
+        grad, logits, backend, target_N, temperature, entropy_N, normaliser, grad_logp, grad_entropy,
+        num_columns, logit_scale, softcap,
+    )  # fmt: skip
+    return grad
+
+
+@token_stats_grad_op.register_fake
+def _(logits, *arguments):
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+@torch.library.custom_op("crest::token_stats_grad_", mutates_args=("logits",))
+def token_stats_grad_inplace_op(
+    logits: Tensor, target_N: Tensor, temperature: Tensor, entropy_N: Tensor, normaliser: Tensor, grad_logp: Tensor,
+    grad_entropy: Tensor | None, num_columns: int, logit_scale: float, softcap: float, backend: str,
+) -> None:  # fmt: skip
+    """The same, written over the logits."""
+    _write_gradient(
+        logits, logits, backend, target_N, temperature, entropy_N, normaliser, grad_logp, grad_entropy,
+        num_columns, logit_scale, softcap,
+    )  # fmt: skip
+
+
+def _save(ctx, inputs, output):
+    logits, target_N, temperature, *ctx.scalars, ctx.entropy, _, ctx.inplace, ctx.backend = inputs
+    _, entropy_N, _, _, normaliser = output
+    ctx.save_for_backward(logits, target_N, temperature, entropy_N, normaliser)
+
+
+def _backward(ctx, grad_logp, grad_entropy, *_):
+    logits, target_N, temperature, entropy_N, normaliser = ctx.saved_tensors
+    if not ctx.entropy:
+        grad_entropy = None
+    if grad_logp is None:
+        grad_logp = torch.zeros_like(entropy_N)
+    arguments = (
+        logits, target_N, temperature, entropy_N, normaliser, grad_logp.contiguous(),
+        None if grad_entropy is None else grad_entropy.contiguous(), *ctx.scalars, ctx.backend,
+    )  # fmt: skip
+    if ctx.inplace:
+        torch.ops.crest.token_stats_grad_(*arguments)
+        grad = logits
+    else:
+        grad = torch.ops.crest.token_stats_grad(*arguments)
+    return grad, *[None] * 9
+
+
+token_stats_op.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,150 @@
+"""Device functions that several kernels share. N tokens, V vocabulary; a row is the logits of one token."""
+
+import os
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# Stands for a logit that is out of the support. Finite, so that m - m and 0 * x stay defined; far below any real logit.
+OUT = tl.constexpr(-1e30)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+STATS_TILES = tl.constexpr(4)  # loads in flight, which share one running max per lane
+GRAD_TILES = tl.constexpr(8)
+
+
+@triton.jit
+def load_logits(ptr, mask, MASKED: tl.constexpr):
+    """Logits with -inf (and masked places) replaced by OUT; NaN stays NaN. bf16 is clamped two at a time, before its upcast."""
+    if MASKED:
+        x = tl.load(ptr, mask=mask, other=float("-inf"))
+    else:
+        x = tl.load(ptr)
+    if x.dtype == tl.float16 or INTERPRETED:  # fp16 cannot hold OUT; the interpreter cannot compare bf16
+        x = x.to(tl.float32)
+    return tl.maximum(x, tl.full([], OUT, x.dtype), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def to_logits(g, dtype: tl.constexpr):
+    """Round to the dtype of the logits, to nearest even, as the hardware does (the interpreter cuts off)."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = g.to(tl.uint32, bitcast=True)
+        g = tl.where(g == g, (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True), g)
+    return g.to(dtype)
+
+
+@triton.jit
+def tanh(u):
+    e = tl.exp2(tl.abs(u) * (-2 * LOG2E))
+    y = (1 - e) / (1 + e)
+    return tl.where(u < 0, -y, y)
+
+
+@triton.jit
+def cap_logits(x, logit_scale, softcap):
+    """softcap * tanh(logit_scale * x / softcap); what is out of the support stays out."""
+    return tl.where(x <= OUT, OUT, softcap * tanh(x * (logit_scale / softcap)))
+
+
+@triton.jit
+def load_tiles(ptr, columns, num_left, TILES: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr):
+    """TILES neighbouring tiles of logits, STEP apart; all loads are issued before the first is used."""
+    xs = ()
+    for i in tl.static_range(TILES):
+        xs = xs + (load_logits(ptr + i * STEP + columns, i * STEP + columns < num_left, MASKED),)
+    return xs
+
+
+@triton.jit
+def accumulate(xs, m, s, w, q, scale, logit_scale, softcap, SOFTCAP: tl.constexpr, SUM_SQ: tl.constexpr):
+    """Take tiles into the running sums of their lanes.
+
+    In base 2, with t = scale * x - m and e = 2^t: s = sum e, w = sum e t, q = sum e^2. Measuring t from the running max keeps
+    w small where the entropy is small, whatever constant the row carries.
+    """
+    largest = xs[0]
+    for i in tl.static_range(1, STATS_TILES):
+        largest = tl.maximum(largest, xs[i])
+    largest = tl.max(largest, 1).to(tl.float32)
+    if SOFTCAP:
+        largest = cap_logits(largest, logit_scale, softcap)
+    m_new = tl.maximum(m, largest * scale)
+    d = m - m_new
+    a = tl.exp2(d)
+    sum_e, sum_et, sum_ee = 0.0, 0.0, 0.0
+    for i in tl.static_range(STATS_TILES):
+        x = xs[i].to(tl.float32)
+        if SOFTCAP:
+            x = cap_logits(x, logit_scale, softcap)
+        t = x * scale - m_new[:, None]
+        e = tl.exp2(t)
+        sum_e += e
+        sum_et += e * t
+        sum_ee += e * e
+    w = a * (w + s * d) + tl.sum(sum_et, 1)
+    s = a * s + tl.sum(sum_e, 1)
+    if SUM_SQ:
+        q = a * a * q + tl.sum(sum_ee, 1)
+    return m_new, s, w, q
+
+
+@triton.jit
+def row_sums(
+    row_ptr, num_columns, scale, logit_scale, softcap,
+    SOFTCAP: tl.constexpr, SUM_SQ: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """One visit of a row: (max, sum 2^t, sum 2^t t, sum 4^t) with t = scale * x - max, all in base 2.
+
+    A tile is [LANES, VEC] with VEC neighbouring logits (16 bytes) in one thread. The sums live per lane and meet once, after
+    the loop, which so needs no barrier and no shuffle, and 1 + 1 / (STATS_TILES * VEC) exponentials per logit. A row without
+    support gives max <= OUT * scale.
+    """
+    TILE: tl.constexpr = LANES * VEC
+    STEP: tl.constexpr = STATS_TILES * TILE
+    columns = tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    m = tl.full([LANES], OUT, tl.float32) * scale
+    s = tl.zeros([LANES], tl.float32)
+    w = tl.zeros([LANES], tl.float32)
+    q = tl.zeros([LANES], tl.float32)
+    full = (num_columns // STEP) * STEP
+    for start in tl.range(0, full, STEP):
+        xs = load_tiles(row_ptr + start, columns, 0, STATS_TILES, TILE, False)
+        m, s, w, q = accumulate(xs, m, s, w, q, scale, logit_scale, softcap, SOFTCAP, SUM_SQ)
+    if full < num_columns:
+        xs = load_tiles(row_ptr + full, columns, num_columns - full, STATS_TILES, TILE, True)
+        m, s, w, q = accumulate(xs, m, s, w, q, scale, logit_scale, softcap, SOFTCAP, SUM_SQ)
+    m_row = tl.max(m, 0)
+    d = m - m_row
+    a = tl.exp2(d)
+    return m_row, tl.sum(a * s, 0), tl.sum(a * (w + s * d), 0), tl.sum(a * a * q, 0)
+
+
+@triton.jit
+def row_logp(row_ptr, y, num_columns, m, log2_sum, scale, logit_scale, softcap, SOFTCAP: tl.constexpr):
+    """log p_y = (scale * x_y - max - log2 sum) ln 2 <= 0; -inf for a target outside the support."""
+    x = load_logits(row_ptr + y, y < num_columns, True).to(tl.float32)
+    t = x
+    if SOFTCAP:
+        t = cap_logits(x, logit_scale, softcap)
+    logp = (t * scale - m - log2_sum) * LN2
+    logp = tl.where(logp > 0, 0.0, logp)
+    return tl.where(x <= OUT, float("-inf"), logp)
+
+
+@triton.jit
+def row_pointer(ptr, row, rows_per_batch, stride_batch, stride_row):
+    """Start of row `row` of a [batch, rows_per_batch, V] tensor of any strides with a contiguous last dimension."""
+    row = row.to(tl.int64)
+    return ptr + row // rows_per_batch * stride_batch + row % rows_per_batch * stride_row
+
+
+@triton.jit
+def row_scale(temperature_ptr, row, stride_temperature, logit_scale, SOFTCAP: tl.constexpr):
+    """1 / temperature of the row, and the factor from a (capped) logit to base-2 units."""
+    inverse_temperature = 1.0 / tl.load(temperature_ptr + row * stride_temperature)
+    scale = inverse_temperature * LOG2E
+    if not SOFTCAP:
+        scale *= logit_scale
+    return inverse_temperature, scale
