@@ -218,6 +218,11 @@ class Spans:
         return torch.empty_like(rank_K).scatter(0, order_K, rank_K)
 
     @cached_property
+    def group_size(self) -> Tensor:
+        """[B] int64: trajectories of each group; 0 past the last group."""
+        return _count(self.group_of_trajectory, self.num_trajectories)
+
+    @cached_property
     def action_length(self) -> Tensor:
         """[S] int64: policy tokens of the action."""
         return _count(self.action_of_token, self.num_actions)
@@ -235,6 +240,8 @@ class Spans:
 
 def _vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], length: int | None = None) -> Tensor:
     wanted = "any length" if length is None else f"length {length}"
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} is a {type(tensor).__name__}, want a tensor of one dimension and {wanted}")
     if tensor.dim() != 1 or tensor.dtype not in dtypes or (length is not None and len(tensor) != length):
         raise ValueError(
             f"{name} has shape {[*tensor.shape]} and dtype {tensor.dtype}, want one dimension of {wanted} and "

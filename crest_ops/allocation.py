@@ -1,0 +1,90 @@
+"""Where inside a span the credit goes: what a privileged teacher and the policy's own uncertainty say of each token.
+
+A direction s in {-1, 0, +1} is the sign of the verified advantage; s = 0 is neutral everywhere: weight 1, gate closed,
+whatever the teacher says. Arithmetic in the dtype of the inputs, element by element unless spans are taken.
+
+Shape letters: N token positions.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .segments import segment_zscore
+from .spans import Spans
+
+MAX_EXPONENT = 20.0
+"""Exponents are clamped to this size on both sides, far past any clip, so that exp never overflows."""
+
+Scope = Literal["batch", "trajectory", "turn"]
+
+
+def agreement_weight(sign: Tensor, gap: Tensor, tau: float, eps: float) -> Tensor:
+    """How strongly the teacher sides with the verified direction.
+
+    w = clip(exp(s * gap / tau), 1 - eps, 1 + eps), w = 1 where s = 0.
+    RLSD, arXiv 2604.03128 (tau 1, eps .2); SERL, arXiv 2605.19447; CrEST, arXiv 2608.13179 (tau 2, eps .28).
+    The exponent is clamped to +-20 (RLSD's code); that s = 0 is neutral also for a gap of inf or NaN is this project's.
+
+    sign, gap: tensors of one shape; gap = teacher minus student log-prob of the realised token. Returns the same shape.
+    Raises ValueError: tau <= 0 or eps outside [0, 1].
+    """
+    if not tau > 0:
+        raise ValueError(f"tau is {tau}, want tau > 0")
+    if not 0 <= eps <= 1:
+        raise ValueError(f"eps is {eps}, want 0 <= eps <= 1")
+    weight = (sign * gap / tau).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp().clamp(1 - eps, 1 + eps)
+    return torch.where(sign == 0, 1, weight)
+
+
+def direction_gate(sign: Tensor, gap: Tensor) -> Tensor:
+    """True where the teacher agrees with the verified direction: g = [s * gap > 0].
+
+    CrEST, arXiv 2608.13179. sign, gap: tensors of one shape. Returns the same shape, bool.
+    """
+    return sign * gap > 0
+
+
+def entropy_gate(uncertainty: Tensor, spans: Spans, *, scope: Scope = "trajectory", eps: float = 1e-6) -> Tensor:
+    """How uncertain the policy was at a token, against the other policy tokens of the same scope; 0.5 is average.
+
+    g = sigmoid((u - mean u) / (std u + eps)).
+    CrEST, arXiv 2608.13179, where u is the surprisal -log p(realised token). The paper takes the statistics "over
+    response tokens": over the whole batch, each trajectory (default) or each turn is this project's choice, and so is
+    the population std. Equal uncertainties (one token included) give exactly 0.5; positions outside the spans give 0.5.
+
+    uncertainty [N] real, looked at inside the spans only. Returns [N] in (0, 1). Raises ValueError: unknown scope.
+    """
+    if scope == "batch":
+        ids_N, num = spans.mask.int() - 1, 1
+    elif scope == "trajectory":
+        ids_N, num = spans.trajectory_of_token, spans.num_trajectories
+    elif scope == "turn":
+        ids_N, num = spans.turn_of_token, spans.num_turns
+    else:
+        raise ValueError(f"scope is {scope!r}, want 'batch', 'trajectory' or 'turn'")
+    return segment_zscore(uncertainty, ids_N, num, unbiased=False, eps=eps).sigmoid()
+
+
+def crest_modulation(
+    sign: Tensor, gap: Tensor, gate: Tensor, *, lam: float, eps: float, tau: float, rho: float
+) -> Tensor:
+    """Factor that enlarges a token's credit where the teacher agrees, more so where the policy was uncertain.
+
+    phi = 1 + lam_eff * (w - 1),  lam_eff = clip(lam * g_dir * (1 + rho * (2 * g_ent - 1)), 0, lam),
+    w = agreement_weight(s, gap, tau, eps),  g_dir = direction_gate(s, gap),  g_ent = gate.
+    CrEST, arXiv 2608.13179. 1 <= phi <= 1 + lam * eps: no sign changes and nothing shrinks; exactly 1 where the teacher
+    disagrees or is the student, where s = 0, and for lam = 0. The clip makes every token of above-average uncertainty
+    take lam in full, so the gate only holds back the others.
+
+    sign, gap, gate: tensors of one shape; gate in [0, 1] from entropy_gate. Returns the same shape.
+    Raises ValueError: lam < 0, rho outside [0, 1], tau <= 0, eps outside [0, 1].
+    """
+    if not lam >= 0:
+        raise ValueError(f"lam is {lam}, want lam >= 0")
+    if not 0 <= rho <= 1:
+        raise ValueError(f"rho is {rho}, want 0 <= rho <= 1")
+    excess = agreement_weight(sign, gap, tau, eps) - 1
+    strength = (lam * (1 + rho * (2 * gate - 1))).clamp(0, lam)
+    return torch.where(direction_gate(sign, gap), 1 + strength * excess, 1)

@@ -1,0 +1,184 @@
+"""Sum, mean, centre, z-score, softmax, discounted scan and difference inside spans; one definition for every device.
+
+Every function takes values [N], the segment id of each value [N] (int, -1 = outside every segment) and the number of
+segments K, a Python int. Ids need not be sorted: a segment's members are read in the order of their positions, and what
+lies between them is stepped over. An outside value is never used, in value or gradient, whatever it holds (NaN, inf);
+a NaN inside stays in its segment. Arithmetic and results are float32 (float64 for float64 values); sums are accumulated
+in float64, so that a span of 100,000 tokens has the sum of its values. Two runs agree bitwise on every device.
+
+Shape letters: N values, K segments.
+"""
+
+import torch
+from torch import Tensor
+
+
+def segment_sum(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
+    """Sum of each segment: y_k = sum of x_n over ids_n = k; an empty segment has sum 0.
+
+    values [N] real, ids [N] int in [-1, K), num_segments = K. Returns [K]. Differentiable in values.
+    """
+    values_N, ids_N = _checked(values, ids)
+    return _sum(values_N, ids_N, num_segments)
+
+
+def segment_mean(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
+    """Mean of each segment: y_k = (1/n_k) * sum of x_n over ids_n = k; an empty segment has mean 0.
+
+    values [N] real, ids [N] int in [-1, K), num_segments = K. Returns [K]. Differentiable in values.
+    """
+    values_N, ids_N = _checked(values, ids)
+    return _sum(values_N, ids_N, num_segments) / _size(ids_N, num_segments).clamp(min=1)
+
+
+def segment_expand(values: Tensor, ids: Tensor, fill: float = 0.0) -> Tensor:
+    """Value of each position's segment: y_n = x_k with k = ids_n, and `fill` outside.
+
+    values [K] any dtype, ids [N] int in [-1, K). Returns [N] in the dtype of values. Differentiable in values.
+    """
+    padded = torch.cat([values, values.new_full((1,), fill)])
+    return padded[ids.long()]
+
+
+def segment_center(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
+    """Deviation from the segment's mean: y_n = x_n - mean_k(x); 0 outside, exactly 0 where all members are equal.
+
+    values [N] real, ids [N] int in [-1, K), num_segments = K. Returns [N]. Differentiable in values.
+    """
+    values_N, ids_N = _checked(values, ids)
+    # Measured from the segment's largest value: equal members are then exact zeros, and a large offset costs no digits.
+    shifted_N = values_N - segment_expand(_max(values_N, ids_N, num_segments), ids_N)
+    shifted_N = torch.where(ids_N < 0, 0, shifted_N)
+    mean_K = _sum(shifted_N, ids_N, num_segments) / _size(ids_N, num_segments).clamp(min=1)
+    return shifted_N - segment_expand(mean_K, ids_N)
+
+
+def segment_std(values: Tensor, ids: Tensor, num_segments: int, *, unbiased: bool) -> Tensor:
+    """Standard deviation of each segment: y_k = sqrt(sum (x_n - mean_k)^2 / (n_k - c)), c = 1 if unbiased else 0.
+
+    0 for segments of fewer than two members and, exactly, for equal members (there the gradient is 0 as well).
+    values [N] real, ids [N] int in [-1, K), num_segments = K. Returns [K]. Differentiable in values.
+    """
+    centered_N, ids_N = segment_center(values, ids, num_segments), ids.long()
+    count_K = (_size(ids_N, num_segments) - int(unbiased)).clamp(min=1)
+    variance_K = _sum(centered_N.square(), ids_N, num_segments) / count_K
+    zero_K = variance_K == 0
+    return torch.where(zero_K, 0, torch.where(zero_K, 1, variance_K).sqrt())
+
+
+def segment_zscore(values: Tensor, ids: Tensor, num_segments: int, *, unbiased: bool, eps: float) -> Tensor:
+    """Standard score inside the segment: y_n = (x_n - mean_k) / (std_k + eps); 0 outside.
+
+    Exactly 0 where all members of the segment are equal (one member included), also with eps = 0.
+    values [N] real, ids [N] int in [-1, K), num_segments = K; unbiased: sample (True) or population (False) std.
+    Returns [N]. Differentiable in values. Raises ValueError: eps < 0.
+    """
+    if not eps >= 0:
+        raise ValueError(f"eps is {eps}, want eps >= 0")
+    scale_K = segment_std(values, ids, num_segments, unbiased=unbiased) + eps
+    scale_K = torch.where(scale_K == 0, 1, scale_K)
+    return segment_center(values, ids, num_segments) / segment_expand(scale_K, ids, fill=1.0)
+
+
+def segment_softmax(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
+    """Softmax inside the segment: y_n = exp(x_n) / sum of exp(x_m) over ids_m = ids_n; 0 outside.
+
+    A member of -inf gets 0, also when all members are -inf. values [N] real, ids [N] int in [-1, K), num_segments = K.
+    Returns [N]. Differentiable in values.
+    """
+    values_N, ids_N = _checked(values, ids)
+    max_K = _max(values_N, ids_N, num_segments)
+    max_K = torch.where(max_K == -torch.inf, 0, max_K)
+    weight_N = torch.where(ids_N < 0, 0, (values_N - segment_expand(max_K, ids_N)).exp())
+    total_K = _sum(weight_N, ids_N, num_segments)
+    return weight_N / segment_expand(torch.where(total_K == 0, 1, total_K), ids_N, fill=1.0)
+
+
+def segment_discounted_sum(values: Tensor, ids: Tensor, gamma: float) -> Tensor:
+    """Discounted sum from each member to its segment's end: y_n = x_n + gamma * y_next(n), y = 0 past the end.
+
+    next(n) is the next member of the same segment; 0 outside. Distances double from step to step, so a segment of n
+    members takes log2(n) additions and keeps float32's accuracy. values [N] real, ids [N] int (-1 outside), gamma in
+    [0, 1]. Returns [N]. Differentiable in values. Raises ValueError: gamma outside [0, 1].
+    """
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma is {gamma}, want 0 <= gamma <= 1")
+    values_N, ids_N = _checked(values, ids)
+    sorted_ids_N, order_N = torch.sort(ids_N, stable=True)
+    sums_N = values_N[order_N]
+    distance, factor = 1, float(gamma)
+    while distance < ids_N.shape[0]:
+        same_n = sorted_ids_N[distance:] == sorted_ids_N[:-distance]
+        ahead_n = torch.where(same_n, sums_N[distance:], 0)
+        sums_N = torch.cat([sums_N[:-distance] + factor * ahead_n, sums_N[-distance:]])
+        distance, factor = 2 * distance, factor * factor
+    return _unsorted(torch.where(sorted_ids_N < 0, 0, sums_N), order_N)
+
+
+def segment_difference(
+    values: Tensor, ids: Tensor, num_segments: int, *, first: Tensor | None = None, last: Tensor | None = None
+) -> Tensor:
+    """Temporal difference with boundary: y_n = x_next(n) - x_n, so that a segment sums to last_k - first_k; 0 outside.
+
+    first [K] replaces the value of a segment's first member (None: the value stands); last [K] is what follows a
+    segment's last member (None: 0). values [N] real, ids [N] int in [-1, K), num_segments = K. Returns [N].
+    Differentiable in values, first and last. Raises ValueError: first or last not [K].
+    """
+    for name, bound in (("first", first), ("last", last)):
+        if bound is not None and [*bound.shape] != [num_segments]:
+            raise ValueError(f"{name} has shape {[*bound.shape]}, want [{num_segments}]")
+    values_N, ids_N = _checked(values, ids)
+    sorted_ids_N, order_N = torch.sort(ids_N, stable=True)
+    edge = torch.ones_like(sorted_ids_N[:1], dtype=torch.bool)
+    change_n = sorted_ids_N[1:] != sorted_ids_N[:-1]
+    here_N = values_N[order_N]
+    if first is not None:
+        here_N = torch.where(torch.cat([edge, change_n]), segment_expand(first.to(here_N.dtype), sorted_ids_N), here_N)
+    last = values_N.new_zeros(num_segments) if last is None else last.to(here_N.dtype)
+    after_N = torch.cat([here_N[1:], here_N[:1]])
+    after_N = torch.where(torch.cat([change_n, edge]), segment_expand(last, sorted_ids_N), after_N)
+    return _unsorted(torch.where(sorted_ids_N < 0, 0, after_N - here_N), order_N)
+
+
+def _checked(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Values in the dtype of the arithmetic with zeros outside, ids as int64."""
+    if values.dim() != 1 or values.shape != ids.shape:
+        raise ValueError(f"values has shape {[*values.shape]} and ids {[*ids.shape]}, want both [N]")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"ids has dtype {ids.dtype}, want int32 or int64")
+    values = values if values.dtype == torch.float64 else values.float()
+    return torch.where(ids < 0, 0, values), ids.long()
+
+
+def _size(ids_N: Tensor, num_segments: int) -> Tensor:
+    """Members of each segment, [K] int64."""
+    bucket_N = torch.where(ids_N < 0, num_segments, ids_N)
+    return ids_N.new_zeros(num_segments + 1).index_add(0, bucket_N, torch.ones_like(ids_N))[:num_segments]
+
+
+def _max(values_N: Tensor, ids_N: Tensor, num_segments: int) -> Tensor:
+    """Largest member of each segment, without gradient; -inf for an empty one."""
+    bucket_N = torch.where(ids_N < 0, num_segments, ids_N)
+    lowest = values_N.new_full((num_segments + 1,), -torch.inf)
+    return lowest.scatter_reduce(0, bucket_N, values_N.detach(), "amax")[:num_segments]
+
+
+def _sum(values_N: Tensor, ids_N: Tensor, num_segments: int) -> Tensor:
+    if values_N.is_cuda:
+        return _sum_without_atomics(values_N, ids_N, num_segments)
+    bucket_N = torch.where(ids_N < 0, num_segments, ids_N)
+    total = torch.zeros(num_segments + 1, dtype=torch.float64, device=values_N.device)
+    return total.index_add(0, bucket_N, values_N.double())[:num_segments].to(values_N.dtype)
+
+
+def _sum_without_atomics(values_N: Tensor, ids_N: Tensor, num_segments: int) -> Tensor:
+    """segment_sum without atomics, for CUDA, where index_add adds in an order that changes from run to run."""
+    bucket_N = torch.where(ids_N < 0, num_segments, ids_N)
+    order_N = torch.argsort(bucket_N, stable=True)
+    size = ids_N.new_zeros(num_segments + 1).index_add(0, bucket_N, torch.ones_like(ids_N))
+    total = torch.segment_reduce(values_N.double()[order_N], "sum", lengths=size, unsafe=True)
+    return total[:num_segments].to(values_N.dtype)
+
+
+def _unsorted(sorted_N: Tensor, order_N: Tensor) -> Tensor:
+    return torch.zeros_like(sorted_N).scatter(0, order_N, sorted_N)
