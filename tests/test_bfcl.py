@@ -1,0 +1,451 @@
+"""The bfcl environment on a small API of our own: the same paths as the real sessions take, without a download."""
+
+import json
+import warnings
+
+import pytest
+from crest_train.environments import bfcl
+from crest_train.environments.bfcl import Bfcl
+from crest_train.environments.bfcl_calls import BadCall, Call, parse, run
+from crest_train.environments.bfcl_data import Benchmark, Session, session_id
+from crest_train.environments.bfcl_prompt import json_schema, signature, tool_docs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SHARED = {"colour": "red"}
+
+
+class Lamp:
+    def __init__(self):
+        self.on, self.paint, self.log = False, SHARED, []
+
+    def _load_scenario(self, scenario, long_context=False):
+        self.on = scenario.get("on", False)
+
+    def switch(self, on: bool):
+        if on == self.on:
+            return {"error": "switch: it is so already"}
+        self.on = on
+        return {"on": self.on}
+
+    def colour(self, name: str = "red"):
+        self.paint["colour"] = name
+        return None
+
+    def look(self):
+        return {"on": self.on, "colour": self.paint["colour"]}
+
+    def write(self, text: str):
+        self.log.append(text)
+        return text
+
+    def power(self, base: float, exponent: float):
+        return {"result": base**exponent}
+
+    def _secret(self):
+        raise AssertionError("a private method was called")
+
+
+def _doc(name, properties=None, required=()):
+    parameters = {"type": "dict", "properties": properties or {}, "required": list(required)}
+    return {"name": name, "description": f"Tool {name}.", "parameters": parameters, "response": {"type": "dict"}}
+
+
+TEXT = {"type": "string", "description": "Any."}
+DOCS = (
+    _doc("switch", {"on": {"type": "boolean", "description": "State."}}, ["on"]),
+    _doc("colour", {"name": {"type": "string", "description": 'Which. [Enum]: ["red", "blue"]', "default": "red"}}),
+    _doc("look"),
+    _doc("write", {"text": TEXT}, ["text"]),
+    _doc("power", {"base": {"type": "float", "description": ""}, "exponent": {"type": "float", "description": ""}}),
+)
+
+
+def _session(id, requests, gold, excluded=(), revealed=None):
+    category = id.removeprefix("multi_turn_").rpartition("_")[0]
+    return Session(
+        id, category, requests, gold, ("Lamp",), {"Lamp": {"on": False}}, frozenset(excluded), revealed or {}
+    )
+
+
+BASE = _session(
+    "multi_turn_base_0",
+    ("Light, blue.", "How is it?", "Off again."),
+    (("switch(True)", "colour(name = 'blue')"), ("look()",), ("switch(on=False)",)),
+    excluded=["power"],
+)
+MISS_FUNC = _session(
+    "multi_turn_miss_func_1",
+    ("Light.", "Make it blue.", None),
+    (("switch(on=True)",), (), ("colour(name='blue')",)),
+    revealed={2: ("colour",)},
+)
+
+
+def _new_lamp(api, scenario, long_context):
+    lamp = Lamp()
+    lamp._load_scenario(scenario, long_context)
+    return lamp
+
+
+def _covers(ours, gold, turn):
+    left = list(ours)
+    return all(left.remove(reply) is None if reply in left else False for reply in gold)
+
+
+def _same_state(ours, gold):
+    return all(vars(ours[api]) == vars(gold[api]) for api in gold)
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    benchmark = Benchmark({s.id: s for s in (BASE, MISS_FUNC)}, {"Lamp": DOCS}, _new_lamp, _same_state, _covers)
+    monkeypatch.setattr(bfcl, "benchmark", lambda: benchmark)
+    monkeypatch.setitem(SHARED, "colour", "red")
+
+
+def _started(id="multi_turn_base_0", **options):
+    env = Bfcl(**options)
+    env.begin(id)
+    return env
+
+
+# ---- parsing
+
+
+@pytest.mark.parametrize(
+    "text, calls, ends",
+    [
+        ("cd(folder='a')", [("cd", (), {"folder": "a"})], False),
+        ("[cd(folder='a'), ls()]", [("cd", (), {"folder": "a"}), ("ls", (), {})], False),
+        ("cd('a'), ls(a=True)", [("cd", ("a",), {}), ("ls", (), {"a": True})], False),
+        ("cd('a')\nls()\n", [("cd", ("a",), {}), ("ls", (), {})], False),
+        ("cd('a')\ndone", [("cd", ("a",), {})], True),
+        ("  ```python\nf(x=[1, -2.5, {'k': None}])\n```", [("f", (), {"x": [1, -2.5, {"k": None}]})], False),
+        ("[]", [], True),
+        ("", [], True),
+        ("done", [], True),
+        ("The file was moved. (I think.)", [], True),
+        ("I do not know which file you mean", [], True),
+    ],
+)
+def test_parse(text, calls, ends):
+    found, found_end = parse(text)
+    assert ([(call.name, call.args, call.kwargs) for call in found], found_end) == (calls, ends)
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("cd(folder='a'", "cannot|never closed|read"),
+        ("I will call cd(folder='a') now", "read"),
+        ("cd(folder=ls())", "literals"),
+        ("cd(folder=name)", "literals"),
+        ("f(x='a' * 9)", "literals"),
+        ("f(x={[]: 1})", "literals"),
+        ("f(**{'x': 1})", "not unpacked"),
+        ("f(*[1])", "literals"),
+        ("os.system('ls')", "made of calls"),
+        ("f()()", "made of calls"),
+        ("x = f()", "made of calls"),
+        ("import os\nf()", "made of calls"),
+        ("done\nf()", "made of calls"),
+        ("# f()", "made of calls"),
+        ("[]  # f()", "made of calls"),
+        ("[f(), 3]", "made of calls"),
+        ("f(x=1" + "0" * 30 + ")", "larger"),
+        ("f(x=" + "9" * 5000 + ")", "read"),
+        ("f(x=1, x=2)", "given twice"),
+        ("f(x=" + "(" * 2000 + ")" * 2000 + ")", "read"),
+        ("f(x=" + "-" * 7000 + "1)", "read|literals"),
+        ("f(" + "x" * 9000 + ")", "too long"),
+        ("f(\0)", "read"),
+        ("f('\ud800')", "read"),
+    ],
+)
+def test_what_is_no_call_is_refused_with_the_reason(text, reason):
+    with pytest.raises(BadCall, match=reason):
+        parse(text)
+
+
+def test_odd_escapes_warn_nobody():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert parse(r"f(x='\d')")[0][0].kwargs == {"x": r"\d"}
+
+
+# ---- running
+
+
+def _call(name, *args, **kwargs):
+    return Call(name, args, kwargs, "")
+
+
+@pytest.mark.parametrize(
+    "call, text, failed",
+    [
+        (_call("switch", on=True), '{"on": true}', False),
+        (_call("switch", on=False), '{"error": "switch: it is so already"}', True),
+        (_call("colour", "blue"), "None", False),
+        (_call("write", "hi"), "hi", False),
+        (_call("power", 2, 0.5j), "{'result': (0.9405", False),
+        (_call("fly"), "Error during execution: name 'fly' is not defined", True),
+        (_call("_secret"), "Error during execution: name '_secret' is not defined", True),
+        (_call("__init__"), "Error during execution: name '__init__' is not defined", True),
+        (_call("on"), "Error during execution: name 'on' is not defined", True),
+        (_call("switch"), "Error during execution: Lamp.switch() missing 1 required", True),
+        (_call("power", 2, "a"), "Error during execution: unsupported operand", True),
+        (_call("power", 9, 10**9), "Error during execution: exponent is limited to 1000", True),
+        (_call("power", base=9, exponent=-(10**9)), "Error during execution: exponent is limited to 1000", True),
+    ],
+)
+def test_run(call, text, failed):
+    result = run(call, {"Lamp": Lamp()})
+    assert result.text.startswith(text) and result.failed is failed
+
+
+def test_a_later_instance_wins_a_shared_name():
+    class Other:
+        def look(self):
+            return "other"
+
+    assert run(_call("look"), {"Lamp": Lamp(), "Other": Other()}).text == "other"
+
+
+def test_process_wide_precision_is_put_back():
+    import decimal
+
+    import mpmath
+
+    class Careless:
+        def set(self):
+            mpmath.mp.dps = 3
+            decimal.getcontext().prec = 3
+            return str(decimal.Decimal(2).sqrt())
+
+    before = mpmath.mp.dps, decimal.getcontext().prec
+    assert run(_call("set"), {"Careless": Careless()}).text == "1.41"
+    assert (mpmath.mp.dps, decimal.getcontext().prec) == before
+
+
+# ---- turns and rewards
+
+
+def test_the_ground_truth_earns_every_turn_line_by_line_and_in_one_action():
+    for whole in (False, True):
+        env = Bfcl()
+        assert env.begin("multi_turn_base_0") == "Light, blue." and env.num_turns == 3
+        assert env.gold() == "switch(True)\ncolour(name='blue')\ndone"
+        rewards, requests = [], []
+        for _ in range(env.num_turns):
+            for action in [env.gold()] if whole else env.gold().splitlines():
+                step = env.step(action)
+            rewards.append(step.turn_reward)
+            requests.append(step.request)
+        assert rewards == [1.0, 1.0, 1.0] and requests == ["How is it?", "Off again.", None] and step.done
+
+
+@pytest.mark.parametrize(
+    "actions, reward",
+    [
+        (["done"], 0.0),
+        (["I cannot do that."], 0.0),
+        (["switch(on=True)", "done"], 0.0),
+        (["colour(name='blue')", "done"], 0.0),
+        (["[switch(on=True), colour(name='green')]", "done"], 0.0),
+        (["[switch(on=True), fly()]", "done"], 0.0),
+        (["colour(name='blue')", "switch(on=True)", "Here you are."], 1.0),
+        (["switch(on=", "fly()", "look()", "[switch(on=True), colour(name='blue')]\ndone"], 1.0),
+    ],
+)
+def test_turn_reward(actions, reward):
+    env = _started()
+    steps = [env.step(action) for action in actions]
+    assert [step.turn_reward for step in steps[:-1]] == [None] * (len(actions) - 1)
+    assert steps[-1].turn_reward == reward and steps[-1].request == "How is it?"
+
+
+def test_a_wrong_state_fails_later_turns_until_it_is_mended():
+    env = _started()
+    assert env.step("switch(on=True)\ndone").turn_reward == 0.0
+    assert env.step("look()\ndone").turn_reward == 0.0
+    assert env.step("switch(on=False)\ncolour(name='blue')\ndone").turn_reward == 1.0
+
+
+def test_a_reply_of_an_earlier_turn_counts_but_each_turn_needs_a_call():
+    env = _started()
+    assert env.step("switch(True)\ncolour('blue')\nlook()\nlook()\ndone").turn_reward == 1.0
+    assert env.step("done").turn_reward == 0.0
+
+
+def test_a_tool_that_comes_later():
+    env = _started("multi_turn_miss_func_1")
+    assert "switch(on: bool)" in env.system and "colour" not in env.system and "power" in env.system
+    assert env.step("switch(on=True)\ndone").request == "Make it blue."
+    step = env.step("done")
+    assert step.turn_reward == 1.0 and step.request.startswith("colour(name?: red|blue)\n")
+    assert env.step("colour(name='blue')\ndone").turn_reward == 1.0
+
+
+def test_a_turn_that_cannot_be_done_allows_no_call():
+    env = _started("multi_turn_miss_func_1")
+    env.step("switch(on=True)\ndone")
+    assert env.step("look()\ndone").turn_reward == 0.0
+
+
+def test_a_turn_without_an_end_is_cut_off_and_fails():
+    env = _started(max_actions=2)
+    assert env.step("switch(on=True)").turn_reward is None
+    step = env.step("colour(name='blue')")
+    assert (step.turn_reward, step.request, step.observation) == (0.0, "How is it?", "None")
+    assert env.step("look()").turn_reward is None and env.step("done").turn_reward == 1.0
+
+
+def test_info_and_observation():
+    env = _started()
+    step = env.step("[switch(on=True), look()]")
+    assert step.observation == '{"on": true}\n{"on": true, "colour": "red"}'
+    assert step.info == {"error": False, "feedback": 1, "redundant": False}
+    assert env.step("look()").info["redundant"] is True
+    assert env.step("look(1)").info == {"error": True, "feedback": -1, "redundant": False}
+    assert env.step("look(").info == {"error": True, "feedback": -1, "redundant": False}
+    assert env.step(r"write('\ud800')").observation == "?"
+    step = env.step("done")
+    assert step.observation is None and step.info == {"error": False, "feedback": 0, "redundant": False}
+
+
+def test_a_session_that_is_over_or_not_begun():
+    env = Bfcl()
+    with pytest.raises(ValueError, match="call reset"):
+        env.step("done")
+    assert (env.system, env.num_turns) == ("", 0)
+    env.begin("multi_turn_base_0")
+    for _ in range(3):
+        env.step("done")
+    with pytest.raises(ValueError, match="over"):
+        env.step("done")
+    with pytest.raises(ValueError, match="multi_turn_base_9"):
+        env.begin("multi_turn_base_9")
+
+
+# ---- isolation, save and restore
+
+
+def test_rollouts_share_nothing():
+    first, second = _started(), _started()
+    first.step("[switch(on=True), colour(name='green'), write(text='x')]")
+    assert second.step("look()").observation == '{"on": false, "colour": "red"}'
+    assert _started().step("look()").observation == '{"on": false, "colour": "red"}' and SHARED == {"colour": "red"}
+
+
+def test_save_and_restore_are_exact_and_independent():
+    env = _started()
+    env.step("switch(on=True)")
+    state = env.save()
+    ends = []
+    for _ in range(2):
+        env.restore(state)
+        assert env.step("look()").observation == '{"on": true, "colour": "red"}'
+        ends.append((env.step("colour('blue')\ndone"), env.step("look()\ndone"), env.gold()))
+        assert env.step("switch(on=False)\ndone").done
+    assert ends[0] == ends[1] and ends[0][0].turn_reward == ends[0][1].turn_reward == 1.0
+    other = _started("multi_turn_miss_func_1")
+    other.restore(state)
+    assert other.system == _started().system and other.gold().startswith("switch(True)")
+
+
+# ---- text that is anything
+
+
+FRAGMENTS = (
+    "switch( colour( look() write( power( on=True name='blue' ) ] [ , \n done ``` ' \" = 9**9 1e999 -1 None {} \\ # : "
+    "lambda x: x import os __import__('os') self. _secret() \0 \ud800 é [[ ]] exponent=10 base='a' async await := ; "
+).split(" ")
+TEXTS = st.one_of(st.text(max_size=60), st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join))
+
+
+@settings(max_examples=1500, deadline=None)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4))
+def test_no_text_raises(texts):
+    env = _started(max_actions=3)
+    for text in texts:
+        step = env.step(text)
+        assert (step.observation is None) or step.observation.encode()
+        assert step.turn_reward in (None, 0.0, 1.0)
+        if step.done:
+            break
+
+
+# ---- docs
+
+
+def test_signature():
+    assert tool_docs(DOCS, "compact").splitlines() == [
+        "switch(on: bool)",
+        "colour(name?: red|blue)",
+        "look()",
+        "write(text)",
+        "power(base?: float, exponent?: float)",
+    ]
+
+
+def test_many_choices_are_left_out():
+    many = {"type": "string", "description": "City. [Enum]: " + ", ".join("ABCDEFGHI")}
+    assert signature(_doc("go", {"city": many}, ["city"])) == "go(city)"
+
+
+def test_json_schema():
+    nested = {"type": "array", "items": {"type": "float"}, "description": "Numbers."}
+    found = json.loads(json_schema(_doc("mean", {"numbers": nested}, ["numbers"])))
+    wanted = {"type": "array", "items": {"type": "number"}, "description": "Numbers."}
+    parameters = {"type": "object", "properties": {"numbers": wanted}, "required": ["numbers"]}
+    function = {"name": "mean", "description": "Tool mean.", "parameters": parameters}
+    assert found == {"type": "function", "function": function}
+
+
+@pytest.mark.parametrize("form", ["compact", "json"])
+def test_excluded_tools_are_not_in_the_prompt(form):
+    system = _started(tool_docs=form).system
+    assert "switch" in system and "power" not in system
+
+
+# ---- splits
+
+
+def test_splits():
+    train, evaluation = Bfcl("train"), Bfcl("eval")
+    assert (train.num_sessions, evaluation.num_sessions) == (100, 400)
+    assert [train.session_of(seed) for seed in range(3)] == [session_id("base", n) for n in (0, 74, 148)]
+    assert [evaluation.session_of(seed) for seed in range(5)] == [
+        "multi_turn_base_1",
+        "multi_turn_miss_func_1",
+        "multi_turn_miss_param_1",
+        "multi_turn_long_context_1",
+        "multi_turn_base_75",
+    ]
+    trained = {train.session_of(seed) for seed in range(100)}
+    evaluated = {evaluation.session_of(seed) for seed in range(400)}
+    assert trained == {f"multi_turn_base_{n}" for n in range(0, 200, 2)}
+    assert evaluated == {
+        f"multi_turn_{category}_{n}"
+        for category in ("base", "miss_func", "miss_param", "long_context")
+        for n in range(1, 200, 2)
+    }
+    assert train.session_of(100) == train.session_of(0)
+    assert Bfcl("eval", categories=["miss_param"]).session_of(1) == "multi_turn_miss_param_75"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"split": "test"}, "split: found 'test', wanted one of train, eval"),
+        ({"categories": ["bas"]}, "categories: .*wanted a list of base"),
+        ({"categories": "base"}, "categories"),
+        ({"categories": []}, "categories"),
+        ({"tool_docs": "xml"}, "tool_docs: found 'xml', wanted one of compact, json"),
+        ({"max_actions": 0}, "max_actions: found 0"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        Bfcl(**options)
