@@ -26,6 +26,30 @@ from .device import (
 
 
 @triton.jit
+def store_unwanted(row, num_rows, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr):
+    tl.store(logp_ptr + row, 0.0)
+    tl.store(entropy_ptr + row, 0.0)
+    tl.store(lse_ptr + row, 0.0)
+    tl.store(normaliser_ptr + row, 0.0)
+    tl.store(normaliser_ptr + num_rows + row, 0.0)
+
+
+@triton.jit
+def store_stats(row, num_rows, num_columns, m, s, w, scale, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr):
+    """entropy = log sum 2^t - sum 2^t t / sum 2^t, held to [0, log V]; a row without support has entropy 0 and lse -inf."""
+    log2_sum = tl.log2(s)
+    empty = m <= OUT * scale
+    entropy = (log2_sum - w / s) * LN2
+    entropy = tl.where(empty | (entropy < 0), 0.0, entropy)
+    bound = tl.log2(num_columns.to(tl.float32)) * LN2
+    tl.store(logp_ptr + row, logp)
+    tl.store(entropy_ptr + row, tl.where(entropy > bound, bound, entropy))
+    tl.store(lse_ptr + row, tl.where(empty, float("-inf"), (m + log2_sum) * LN2))
+    tl.store(normaliser_ptr + row, m)
+    tl.store(normaliser_ptr + num_rows + row, log2_sum)
+
+
+@triton.jit
 def token_stats_kernel(
     logits_ptr, target_ptr, temperature_ptr, logp_ptr, entropy_ptr, lse_ptr, sum_sq_ptr, normaliser_ptr,
     num_rows, rows_per_batch, num_columns, stride_batch, stride_row, stride_temperature, logit_scale, softcap,
@@ -34,31 +58,17 @@ def token_stats_kernel(
     row = tl.program_id(0)
     y = tl.load(target_ptr + row)
     if y < 0:
-        tl.store(logp_ptr + row, 0.0)
-        tl.store(entropy_ptr + row, 0.0)
-        tl.store(lse_ptr + row, 0.0)
-        tl.store(normaliser_ptr + row, 0.0)
-        tl.store(normaliser_ptr + num_rows + row, 0.0)
+        store_unwanted(row, num_rows, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr)
         if SUM_SQ:
             tl.store(sum_sq_ptr + row, 0.0)
         return
     row_ptr = row_pointer(logits_ptr, row, rows_per_batch, stride_batch, stride_row)
     _, scale = row_scale(temperature_ptr, row, stride_temperature, logit_scale, SOFTCAP)
     m, s, w, q = row_sums(row_ptr, num_columns, scale, logit_scale, softcap, SOFTCAP, SUM_SQ, LANES, VEC)
-    log2_sum = tl.log2(s)
-    empty = m <= OUT * scale
-    lse = tl.where(empty, float("-inf"), (m + log2_sum) * LN2)
-    entropy = (log2_sum - w / s) * LN2
-    entropy = tl.where(empty | (entropy < 0), 0.0, entropy)
-    bound = tl.log2(num_columns.to(tl.float32)) * LN2
-    entropy = tl.where(entropy > bound, bound, entropy)
-    tl.store(logp_ptr + row, row_logp(row_ptr, y, num_columns, m, log2_sum, scale, logit_scale, softcap, SOFTCAP))
-    tl.store(entropy_ptr + row, entropy)
-    tl.store(lse_ptr + row, lse)
-    tl.store(normaliser_ptr + row, m)
-    tl.store(normaliser_ptr + num_rows + row, log2_sum)
+    logp = row_logp(row_ptr, y, num_columns, m, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
+    store_stats(row, num_rows, num_columns, m, s, w, scale, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr)
     if SUM_SQ:
-        tl.store(sum_sq_ptr + row, tl.where(empty, 0.0, q / (s * s)))
+        tl.store(sum_sq_ptr + row, tl.where(m <= OUT * scale, 0.0, q / (s * s)))
 
 
 @triton.jit
@@ -147,7 +157,7 @@ def tile_options(num_columns: int, element_size: int) -> tuple[int, int, int]:
     return lanes, vector, lanes // 32
 
 
-def _strides(logits: torch.Tensor) -> tuple[int, int, int]:
+def row_strides(logits: torch.Tensor) -> tuple[int, int, int]:
     batch_stride, row_stride, _ = logits.stride()
     return logits.shape[1], batch_stride, row_stride
 
@@ -164,7 +174,7 @@ def token_stats(logits, targets, temperature, num_columns, logit_scale, softcap,
     normaliser = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
         lanes, vector, num_warps = tile_options(num_columns, logits.element_size())
-        rows_per_batch, stride_batch, stride_row = _strides(logits)
+        rows_per_batch, stride_batch, stride_row = row_strides(logits)
         token_stats_kernel[(num_rows,)](
             logits, targets, temperature, logp, entropy, lse, sum_sq_probs, normaliser,
             num_rows, rows_per_batch, num_columns, stride_batch, stride_row, int(temperature.numel() > 1),
@@ -186,8 +196,8 @@ def token_stats_grad(
         return
     width = logits.shape[2]
     lanes, vector, num_warps = tile_options(width, logits.element_size())
-    rows_per_batch, stride_batch, stride_row = _strides(logits)
-    _, stride_grad_batch, stride_grad_row = _strides(grad)
+    rows_per_batch, stride_batch, stride_row = row_strides(logits)
+    _, stride_grad_batch, stride_grad_row = row_strides(grad)
     token_stats_grad_kernel[(num_rows,)](
         logits, targets, temperature, entropy, normaliser, grad_logp, grad_logp if grad_entropy is None else grad_entropy,
         grad, num_rows, rows_per_batch, num_columns, width, stride_batch, stride_row, int(temperature.numel() > 1),
