@@ -1,4 +1,4 @@
-"""A toy environment, tokenizer and model for the trainer's tests: `say x` wants the action `x`, in at most two tries."""
+"""A toy environment, tokenizer and model for the trainer's tests: `say x` wants `x`, in at most two tries."""
 
 import random
 
@@ -20,7 +20,7 @@ HINT = "{request} hint {gold}"
 
 
 class Toy:
-    """One session of `turns` requests; a turn ends with the right letter (reward 1) or the second wrong one (reward 0)."""
+    """A session of `turns` requests; a turn ends with the right letter (reward 1) or a second wrong one (0)."""
 
     def __init__(self, turns=3, system=""):
         self.num_turns, self.system = turns, system

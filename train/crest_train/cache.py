@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer whose keys and values live in a buffer that doubles when full, so that a step copies only its own token.
+    """One layer with its keys and values in a buffer that doubles when full: a step copies only its own token.
 
     For inference: the buffer is written in place. `keys` and `values` are views of its filled part.
     """
@@ -74,5 +74,5 @@ class PromptLayer(DynamicLayer):
 
 
 def prompt_cache(states: list[tuple[torch.Tensor, torch.Tensor]]) -> Cache:
-    """A cache that puts a prompt's keys and values [1, heads, T, width] per layer before every row of a forward pass."""
+    """A cache that puts a prompt's keys and values (per layer [1, heads, T, width]) before every row of a pass."""
     return Cache(layers=[PromptLayer(keys, values) for keys, values in states])

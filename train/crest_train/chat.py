@@ -1,9 +1,9 @@
 """Lays a session out in a tokenizer's chat format, piece by piece, so that history is never encoded again.
 
 The chat template is rendered once with stand-in texts; what lies between them is the layout. A session is then
-`opening` + request + (action + reply)*, where an action ends with the end-of-action token (which the policy writes) and a
-reply is everything up to where the policy writes again. Whatever a template does to older messages (dropping their
-thoughts, say) is not repeated: tokens once shown stay as they were.
+opening + (action + reply)*, where an action ends with the end-of-action token (which the policy writes) and a reply is
+everything up to where the policy writes again. Whatever a template does to older messages (dropping their thoughts,
+say) is not repeated: tokens once shown stay as they were.
 """
 
 from dataclasses import dataclass

@@ -9,30 +9,42 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
 from crest_train.cache import prompt_cache
+from crest_train.config import PolicySection
+from crest_train.fetch import path_of
 
 KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def load_pretrained(
-    folder: str, *, dtype: str, device: torch.device
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal LM and its tokenizer from a folder that `save_pretrained` wrote.
+def load_policy(section: PolicySection, console: Console) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and tokenizer that a run begins with; the built-in policy comes warm-started (once, then cached).
 
-    Raises ValueError when the folder is not one, is damaged, or holds a model whose logits the trainer cannot rebuild.
+    Raises ValueError when policy.model is neither "desk" nor a fetched model nor a model folder.
     """
-    path = Path(folder).expanduser()
+    if section.model == "desk":
+        from crest_train.warm_start import warm_policy
+
+        return warm_policy(console)
+    return load_pretrained(path_of("smollm2") if section.model == "smollm2" else Path(section.model), section)
+
+
+def load_pretrained(folder: Path, section: PolicySection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal LM and its tokenizer from a folder that `save_pretrained` wrote, in the section's dtype, on its device.
+
+    Raises ValueError when the folder is not one or is damaged.
+    """
+    path = folder.expanduser()
     if not (path / "config.json").is_file():
-        raise ValueError(f"policy.model: {folder!r} is no model folder (found no config.json in it)")
+        raise ValueError(f"policy.model: {str(folder)!r} is no model folder (found no config.json in it)")
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:
-        raise ValueError(f"policy.model: could not load the model in {folder!r}: {first_line(error)}") from error
-    return model, tokenizer
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, section.dtype))
+        return model.to(section.device), AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # whatever the libraries raise for a damaged file
+        raise ValueError(f"policy.model: could not load the model in {str(folder)!r}: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:
@@ -86,7 +98,7 @@ def head_logits(model: PreTrainedModel, hidden_RH: torch.Tensor) -> torch.Tensor
 
 
 def logit_options(model: PreTrainedModel) -> dict[str, float]:
-    """The model's own logit scale and softcap, as keyword arguments of the ops: z = softcap tanh(scale z' / softcap)."""
+    """The model's own logit scale and softcap, as keyword arguments of the ops: softcap tanh(scale z / softcap)."""
     config = model.config.get_text_config()
     options = {}
     if getattr(config, "logit_scale", None):

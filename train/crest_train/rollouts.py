@@ -1,6 +1,6 @@
 """Plays sessions with the policy, many in lockstep over one key-value cache that is kept across the turns of a session.
 
-Every row feeds exactly as many tokens as every other (forced or sampled, one at a time unless all rows have more queued), so
+Every row feeds exactly as many tokens as every other, forced or sampled (one at a time unless all have more queued):
 all rows share one cache index, no mask is needed, and a session costs one visit per token.
 
 B = sessions, T = token positions, K = turns of a session, R = rows that sample, H = hidden size, V = vocabulary.
@@ -8,7 +8,8 @@ B = sessions, T = token positions, K = turns of a session, R = rows that sample,
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,11 +61,13 @@ class Session:
 class Rollout:
     """What `rollout` gives: the sessions as tensors (the shared prompts left out) and as records.
 
-    ids [B,T] int64 (0 behind a session's end); policy [B,T] bool, True where the policy wrote; turn [B,T] int64, the place of
-    the token's turn in its session, -1 where the policy did not write; old_logp [B,T] float32, log-prob at the sampling
-    temperature, 0 elsewhere; turn_reward [B,K] float32, 0 for turns not reached; reached [B,K] bool; num_turns [B] int64;
-    teacher_ids [B,T'] and teacher_position [B,T] int64 (where each policy token stands in teacher_ids; 0 elsewhere), None
-    when no teacher stream was asked for. seconds: wall time.
+    ids [B,T] int64: 0 behind a session's end. policy [B,T] bool: True where the policy wrote the token.
+    turn [B,T] int64: place of the token's turn in its session, -1 where the policy did not write.
+    old_logp [B,T] float32: log-prob at the sampling temperature, 0 where the policy did not write.
+    turn_reward [B,K] float32: 0 for turns not reached. reached [B,K] bool. num_turns [B] int64.
+    teacher_ids [B,T'], teacher_position [B,T] int64: the hinted sessions, and where each policy token stands in them (0
+        elsewhere); None when no teacher stream was asked for.
+    seconds: wall time.
     """
 
     sessions: list[Session]
@@ -78,6 +81,18 @@ class Rollout:
     teacher_ids: torch.Tensor | None
     teacher_position: torch.Tensor | None
     seconds: float
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """Number of tokens [B] int64 of each session, its prompt left out."""
+        return torch.tensor([len(session.ids) for session in self.sessions])
+
+    def by_prompt(self, rows: list[int]) -> list[tuple[list[int], list[int]]]:
+        """The rows, as (prompt, the rows that share it), in the order of their first row."""
+        shared: dict[tuple[int, ...], list[int]] = {}
+        for row in rows:
+            shared.setdefault(tuple(self.sessions[row].prompt), []).append(row)
+        return [(list(prompt), members) for prompt, members in shared.items()]
 
     @property
     def sampled_tokens(self) -> int:
@@ -97,14 +112,15 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the policy writes: temperature > 0, at most max_action_tokens per action.
+    """How the policy writes: temperature > 0, at most max_action_tokens per action, `rows` sessions in one lockstep.
 
-    teacher_template: how a turn's ground truth enters the self-teacher's request, with {request} and {gold}; None for no
-    teacher stream.
+    teacher_template: how a turn's ground truth enters the self-teacher's request, with {request} and {gold}; None for
+        no teacher stream.
     """
 
     temperature: float = 1.0
     max_action_tokens: int = 8
+    rows: int = 128
     teacher_template: str | None = None
 
 
@@ -122,17 +138,40 @@ def rollout(
     Sessions that share a system prompt are played together. generator: on the model's device.
     """
     began = time.perf_counter()
-    rows = [
-        _Row(chat, environment, seed, sampling, context_length(model))
-        for environment, seed in zip(environments, seeds, strict=True)
-    ]
+    rows = _begin(model, chat, environments, seeds, sampling)
     by_prompt: dict[tuple[int, ...], list[_Row]] = {}
     for row in rows:
-        by_prompt.setdefault(tuple(row.session.prompt), []).append(row)
+        if not row.over:
+            by_prompt.setdefault(tuple(row.session.prompt), []).append(row)
     for prompt, alike in by_prompt.items():
-        _play(model, list(prompt), [row for row in alike if not row.over], generator, sampling.temperature)
-    sessions = [row.session for row in rows]
-    return _as_tensors(sessions, sampling.teacher_template is not None, time.perf_counter() - began)
+        for start in range(0, len(alike), sampling.rows):
+            _play(model, list(prompt), alike[start : start + sampling.rows], generator, sampling.temperature)
+    return _as_tensors([row.session for row in rows], sampling, time.perf_counter() - began)
+
+
+def demonstrate(
+    model: PreTrainedModel, chat: Chat, environments: list[Environment], seeds: list[int], *, sampling: Sampling
+) -> Rollout:
+    """The same sessions with the ground truth written in the policy's place; old_logp is 0.
+
+    A line of it, or what stands before an end-of-action token, is one action; nothing limits an action's length.
+    """
+    began = time.perf_counter()
+    end = chat.tokenizer.convert_ids_to_tokens(chat.end_token)
+    rows = _begin(model, chat, environments, seeds, replace(sampling, max_action_tokens=0))
+    for row in rows:
+        while not row.over:
+            for action in row.environment.gold().replace(end, "\n").splitlines():
+                if action.strip() and not row.over:
+                    row.write_all([*chat.encode(action.strip()), chat.end_token])
+    return _as_tensors([row.session for row in rows], sampling, time.perf_counter() - began)
+
+
+def _begin(
+    model: PreTrainedModel, chat: Chat, environments: list[Environment], seeds: list[int], sampling: Sampling
+) -> list["_Row"]:
+    context = context_length(model)
+    return [_Row(chat, *pair, sampling, context) for pair in zip(environments, seeds, strict=True)]
 
 
 class _Row:
@@ -166,6 +205,12 @@ class _Row:
             self._cut()
         else:
             self.pending.append(token)
+
+    def write_all(self, tokens: list[int]) -> None:
+        """Take an action that is known in advance, as far as the context reaches."""
+        for token in tokens:
+            if not self.over:
+                self.write(token, 0.0)
 
     def _begin_action(self) -> None:
         session = self.session
@@ -251,10 +296,11 @@ def _sample(logits_RV: torch.Tensor, temperature: float, generator: torch.Genera
     return chosen_R1.squeeze(1).tolist(), logp_RV.gather(1, chosen_R1).squeeze(1).tolist()
 
 
-def _as_tensors(sessions: list[Session], with_teacher: bool, seconds: float) -> Rollout:
+def _as_tensors(sessions: list[Session], sampling: Sampling, seconds: float) -> Rollout:
+    with_teacher = sampling.teacher_template is not None
     length = max(len(session.ids) for session in sessions)
     turns = max(session.num_turns for session in sessions)
-    policy, turn, old_logp, position = [], [], [], []
+    turn, old_logp, position = [], [], []
     for session in sessions:
         turn_T, logp_T, position_T = [-1] * length, [0.0] * length, [0] * length
         for action in session.actions:

@@ -1,0 +1,174 @@
+"""The configuration of a run: defaults are the default run, a TOML file changes them, unknown keys are refused."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+
+class Section(BaseModel):
+    """A table of the configuration file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class EnvironmentSection(Section):
+    """name: one of ENVIRONMENTS or "module:Class"; options: its constructor's arguments."""
+
+    name: str = "desk"
+    options: dict[str, Any] = {}
+
+
+class PolicySection(Section):
+    """model: "desk" (the built-in small policy), "smollm2" (fetched), or a folder that `save_pretrained` wrote."""
+
+    model: str = "desk"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+
+
+class WarmStartSection(Section):
+    """Imitation of ground-truth calls before the first step, for policies other than the built-in one.
+
+    steps: optimizer steps (0: none); sessions: per step; hinted: share of sessions whose requests carry the ground
+    truth (so that the self-teacher learns to read it); rate: learning rate of Adam.
+    """
+
+    steps: int = Field(0, ge=0)
+    sessions: int = Field(4, ge=1)
+    hinted: float = Field(0.35, ge=0, le=1)
+    rate: float = Field(1e-4, gt=0)
+
+
+class MethodSection(Section):
+    """name: one of METHODS; options: fields of its config.
+
+    session_reward: "all" (1 when every turn succeeded) or "mean" of the turn rewards, for methods that read it.
+    """
+
+    name: str = "crest"
+    session_reward: Literal["all", "mean"] = "all"
+    options: dict[str, Any] = {}
+
+
+class RolloutSection(Section):
+    """sessions: groups per step; group_size: rollouts of each; rows: sessions played in one lockstep at most.
+
+    teacher_template: a request as the self-teacher sees it, with {request} and {gold} (its ground-truth calls).
+    """
+
+    sessions: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=1)
+    rows: int = Field(128, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    max_action_tokens: int = Field(8, ge=1)
+    teacher_template: str = "{request} <hint> {gold} </hint>"
+
+
+class TrainingSection(Section):
+    """steps: rollout-and-update rounds; minibatches and epochs: optimizer steps per round (minibatches x epochs).
+
+    rate, betas: of Adam; clip: largest gradient norm; rows_per_micro_batch: rows in one forward and backward pass.
+    """
+
+    steps: int = Field(40, ge=0)
+    minibatches: int = Field(2, ge=1)
+    epochs: int = Field(1, ge=1)
+    rate: float = Field(6e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = Field(1.0, gt=0)
+    rows_per_micro_batch: int = Field(32, ge=1)
+
+
+class EvaluationSection(Section):
+    """sessions: held-out sessions; every: steps between evaluations (0: only before and after).
+
+    options: what the environment of evaluation has different from [environment.options].
+    """
+
+    sessions: int = Field(512, ge=1)
+    every: int = Field(10, ge=0)
+    options: dict[str, Any] = {}
+
+
+class RunSection(Section):
+    """seed: of everything drawn; threads: of torch (0: torch's own choice); checkpoint_every: steps (0: ends only)."""
+
+    seed: int = Field(0, ge=0)
+    threads: int = Field(0, ge=0)
+    checkpoint_every: int = Field(10, ge=0)
+    sessions_shown: int = Field(6, ge=0)
+
+
+class Config(Section):
+    """All tables; `Config()` is the default run."""
+
+    environment: EnvironmentSection = EnvironmentSection()
+    policy: PolicySection = PolicySection()
+    warm_start: WarmStartSection = WarmStartSection()
+    method: MethodSection = MethodSection()
+    rollout: RolloutSection = RolloutSection()
+    training: TrainingSection = TrainingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    run: RunSection = RunSection()
+
+    def held_out_options(self) -> dict[str, Any]:
+        """Options of the environment that evaluates."""
+        return {**self.environment.options, **self.evaluation.options}
+
+
+def load_config(path: Path | None = None, overrides: dict[str, dict[str, Any]] | None = None) -> Config:
+    """The configuration of a TOML file (or the defaults), with overrides {table: {key: value}} on top.
+
+    Raises ValueError that names the file and the key: not there, not TOML, unknown (with the known ones), wrong value.
+    """
+    tables: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"{path}: could not be read ({error.strerror})") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: is no TOML file ({error})") from error
+    for table, changes in (overrides or {}).items():
+        if isinstance(tables.setdefault(table, {}), dict):
+            tables[table] |= changes
+    try:
+        return Config.model_validate(tables)
+    except ValidationError as error:
+        source = f"{path}: " if path else ""
+        raise ValueError(source + "; ".join(_explain(problem) for problem in error.errors())) from error
+
+
+def _explain(problem: dict[str, Any]) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] != "extra_forbidden":
+        return f"{key}: {problem['msg']}, found {problem['input']!r}"
+    *tables, _ = problem["loc"]
+    section: type[BaseModel] = Config
+    for table in tables:
+        section = section.model_fields[table].annotation
+    return f"unknown key {key!r}; known keys here: {', '.join(section.model_fields)}"
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration as TOML that `load_config` reads back to an equal one."""
+    lines: list[str] = []
+    _write_table(config.model_dump(mode="json"), "", lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _write_table(table: dict[str, Any], name: str, lines: list[str]) -> None:
+    values = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    if name and (values or not table):
+        lines += ["", f"[{name}]"]
+    lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            _write_table(value, f"{name}.{key}".lstrip("."), lines)

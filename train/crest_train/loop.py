@@ -1,0 +1,195 @@
+"""The training loop, from top to bottom: rollout -> verify -> teacher scoring -> credit -> loss -> step -> log."""
+
+import hashlib
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from crest_ops.signals import Credit
+from crest_train.chat import Chat, make_chat
+from crest_train.config import Config
+from crest_train.credit import assign_credit, make_method, rows_with_signal, session_reward
+from crest_train.display import progress
+from crest_train.environments import FIRST_HELD_OUT_SEED, make_environment
+from crest_train.evaluate import evaluate, sampling_of
+from crest_train.imitation import imitate
+from crest_train.model import check_policy, context_length, load_policy, load_pretrained
+from crest_train.report import closing_table, draw_curves, grpo_reference
+from crest_train.rollouts import Rollout, rollout
+from crest_train.run_folder import RunFolder, find_run
+from crest_train.teacher import teacher_logp
+from crest_train.trajectories import trajectories_page
+from crest_train.update import update
+
+
+def train(config: Config, output: Path | None = None, console: Console | None = None) -> RunFolder:
+    """Run the configuration, or go on with the run that `output` holds, and return its folder.
+
+    Everything drawn depends on (seed, step) alone, so that a resumed run is the uninterrupted one. Raises ValueError
+    for bad input before any work; a finished step that a checkpoint holds is never lost.
+    """
+    console = console or Console()
+    method, _ = make_method(config.method)
+    for options in (config.environment.options, config.held_out_options()):
+        make_environment(config.environment.name, options)
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    folder = find_run(config, output)
+    done = folder.saved_step()
+    if done is None:
+        model, tokenizer = load_policy(config.policy, console)
+    else:
+        model, tokenizer = load_pretrained(folder.checkpoint, config.policy)
+    model.eval()  # no dropout: a token's log-prob must not change between the rollout and the update
+    check_policy(model)
+    chat = make_chat(tokenizer)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.training.rate, betas=config.training.betas)
+    if done is None:
+        done = 0
+        folder.begin(config)
+        if config.warm_start.steps:
+            began = time.perf_counter()
+            imitation = imitate(model, chat, config, console)
+            seconds = time.perf_counter() - began
+            folder.log("warm_start", 0, **imitation, warm_start_seconds=seconds, peak_memory_mib=peak_memory_mib())
+        folder.save(model, tokenizer, optimizer, 0)
+    else:
+        folder.restore_optimizer(optimizer)
+        folder.forget_after(done)
+        console.print(f"going on after step {done} of {config.training.steps} in {folder.path}")
+    evaluate_once(folder, model, chat, config, done)
+
+    total, with_teacher = config.training.steps, "teacher_gap_N" in method.needs
+    cuts_told = False
+    with progress(console, "step", total, done) as show:
+        for step in range(done + 1, total + 1):
+            # Rollout: every environment verifies its session, turn by turn.
+            seeds = session_seeds(config, step)
+            group = torch.arange(len(seeds)) // config.rollout.group_size
+            batch = rollout(
+                model,
+                chat,
+                [make_environment(config.environment.name, config.environment.options) for _ in seeds],
+                seeds,
+                generator=generator_of(config, step, "rollout", model.device),
+                sampling=sampling_of(config, with_teacher=with_teacher),
+            )
+            if batch.cut_sessions and not cuts_told:
+                cuts_told = True
+                console.print(
+                    f"{batch.cut_sessions} of {len(seeds)} sessions reached the model's context of "
+                    f"{context_length(model)} tokens: the turn under way failed, finished turns count (said once)"
+                )
+
+            # Teacher scoring, where a group has something to learn from.
+            began = time.perf_counter()
+            teacher_BT = None
+            if with_teacher:
+                teacher_BT = teacher_logp(
+                    model,
+                    batch,
+                    rows_with_signal(batch, group),
+                    temperature=config.rollout.temperature,
+                    rows_per_micro_batch=config.training.rows_per_micro_batch,
+                )
+            scored = time.perf_counter()
+
+            # Credit, loss, step.
+            credit = assign_credit(batch, group, teacher_BT, config.method)
+            metrics = update(
+                model,
+                optimizer,
+                batch,
+                credit,
+                config.training,
+                temperature=config.rollout.temperature,
+                generator=generator_of(config, step, "minibatches", torch.device("cpu")),
+            )
+            stepped = time.perf_counter()
+
+            # Log.
+            metrics |= outcome_metrics(batch) | teacher_metrics(batch, credit, teacher_BT)
+            metrics |= {
+                "rollout_seconds": batch.seconds,
+                "teacher_seconds": scored - began,
+                "training_seconds": stepped - scored,
+            }
+            folder.log("step", step, **metrics, peak_memory_mib=peak_memory_mib())
+            show(step, "turn {turn_success:.3f}  session {session_success:.3f}  loss {loss:+.4f}".format(**metrics))
+            if step == total or due(step, config.run.checkpoint_every):
+                folder.save(model, tokenizer, optimizer, step)
+                title = f"{config.method.name} on {config.environment.name}, step {step}"
+                page = trajectories_page(title, batch, credit, tokenizer, config.run.sessions_shown)
+                folder.write("trajectories.html", page)
+            if step == total or due(step, config.evaluation.every):
+                evaluate_once(folder, model, chat, config, step)
+    finish(folder, config, console)
+    return folder
+
+
+def session_seeds(config: Config, step: int) -> list[int]:
+    """The seeds of a step's sessions, each repeated group_size times: counted on from step to step, never held out."""
+    first = config.run.seed * 1_000_000 + (step - 1) * config.rollout.sessions
+    sessions = range(first, first + config.rollout.sessions)
+    return [session % FIRST_HELD_OUT_SEED for session in sessions for _ in range(config.rollout.group_size)]
+
+
+def generator_of(config: Config, step: int, purpose: str, device: torch.device) -> torch.Generator:
+    """A random generator that depends on the run's seed, the step and the purpose alone."""
+    digest = hashlib.blake2b(f"{config.run.seed} {step} {purpose}".encode(), digest_size=4).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
+
+
+def due(step: int, every: int) -> bool:
+    """True at every multiple of `every`; never when it is 0."""
+    return every > 0 and step % every == 0
+
+
+def evaluate_once(folder: RunFolder, model: PreTrainedModel, chat: Chat, config: Config, step: int) -> None:
+    """Evaluate after `step` and log it, unless metrics.jsonl has it already."""
+    if not any(line["event"] == "evaluation" and line["step"] == step for line in folder.metrics()):
+        folder.log("evaluation", step, **evaluate(model, chat, config), peak_memory_mib=peak_memory_mib())
+
+
+def outcome_metrics(batch: Rollout) -> dict[str, float]:
+    """How the sampled sessions went."""
+    return {
+        "turn_success": float(batch.turn_reward.sum() / batch.num_turns.sum()),
+        "session_success": float((session_reward(batch, "all") == 1).float().mean()),
+        "cut_sessions": batch.cut_sessions,
+        "sampled_tokens": batch.sampled_tokens,
+        "fed_tokens": batch.fed_tokens,
+    }
+
+
+def teacher_metrics(batch: Rollout, credit: Credit, teacher_BT: torch.Tensor | None) -> dict[str, float]:
+    """Over the tokens with credit: mean teacher gap (nats), and the share where it points the way the credit does."""
+    with_credit = (credit.credit_N != 0).view_as(batch.policy)
+    if teacher_BT is None or not with_credit.any():
+        return {}
+    gap = (teacher_BT - batch.old_logp)[with_credit]
+    agrees = gap * credit.credit_N.view_as(batch.policy)[with_credit] > 0
+    return {"teacher_gap": float(gap.mean()), "share_amplified": float(agrees.float().mean())}
+
+
+def peak_memory_mib() -> float:
+    """The most memory that this process has held so far: on the GPU where there is one in use, else in RAM."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def finish(folder: RunFolder, config: Config, console: Console) -> None:
+    """Draw the curves and print the closing table."""
+    lines = folder.metrics()
+    draw_curves(lines, folder.path / "curves.png")
+    console.print(closing_table(lines, config))
+    if reference := grpo_reference(config):
+        console.print(reference)
+    console.print(f"run folder: {folder.path}", soft_wrap=True)

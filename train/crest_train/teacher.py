@@ -1,0 +1,43 @@
+"""The self-teacher: the same weights, with every turn's ground truth in its request, scoring what the policy wrote.
+
+B = sessions, T = token positions, R = policy-written positions.
+"""
+
+import torch
+from transformers import PreTrainedModel
+
+from crest_ops.token_stats import token_stats
+from crest_train.model import head_logits, hidden_states, logit_options, shared_prompt
+from crest_train.rollouts import Rollout
+
+
+@torch.no_grad()
+def teacher_logp(
+    model: PreTrainedModel, rollout: Rollout, rows: list[int], *, temperature: float, rows_per_micro_batch: int
+) -> torch.Tensor:
+    """Log-prob [B,T] float32 of each policy token of the given rows under the self-teacher; 0 elsewhere.
+
+    Needs a rollout with a teacher stream. Runs without gradient, a shared prompt encoded once.
+    """
+    logp_BT = torch.zeros_like(rollout.old_logp)
+    for prompt, members in rollout.by_prompt(rows):
+        with shared_prompt(model, prompt) as cache:
+            for start in range(0, len(members), rows_per_micro_batch):
+                part = members[start : start + rows_per_micro_batch]
+                written = rollout.policy[part]
+                row_R, column_R = written.nonzero(as_tuple=True)
+                place_R = rollout.teacher_position[part][row_R, column_R]
+                teacher_ids = rollout.teacher_ids[part].to(model.device)
+                hidden_BTH = hidden_states(model, teacher_ids, cache())
+                logits_RV = head_logits(model, hidden_BTH[row_R, place_R - 1])
+                stats = token_stats(
+                    logits_RV,
+                    teacher_ids[row_R, place_R],
+                    temperature=temperature,
+                    outputs=("logp",),
+                    **logit_options(model),
+                )
+                logp_part = torch.zeros_like(rollout.old_logp[part])
+                logp_part[row_R, column_R] = stats.logp.cpu()
+                logp_BT[part] = logp_part
+    return logp_BT
