@@ -1,0 +1,134 @@
+"""How much credit: literal numbers, groups of one, absent turns, zero variance, cut-off turns."""
+
+import pytest
+import torch
+
+from crest_ops.advantages import group_advantage, leave_one_out_advantage, turn_advantage
+from crest_ops.spans import Spans
+
+HALF = 0.5**0.5
+
+
+def spans_of(groups, turns):
+    """Trajectories without tokens: turns[i] lists the turn indices that trajectory i holds."""
+    index = [k for ks in turns for k in ks]
+    trajectory = [i for i, ks in enumerate(turns) for _ in ks]
+    return Spans(
+        torch.empty(0, dtype=torch.int32),
+        torch.arange(len(index)),
+        torch.tensor(trajectory, dtype=torch.int64),
+        torch.tensor(groups),
+        torch.tensor(index, dtype=torch.int64),
+    )
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=found.dtype), rtol=1e-6, atol=1e-6)
+
+
+# Group 0 holds trajectories 0, 2, 4; group 1 holds 1; group 2 holds 3 and 5.
+GROUPS = [0, 1, 0, 2, 0, 2]
+REWARD = torch.tensor([1.0, 0.7, 4.0, 0.5, 4.0, 0.5])
+
+
+def test_group_advantage_literal():
+    spans = spans_of(GROUPS, [[0]] * 6)
+    std = 3**0.5  # mean 3, deviations -2, 1, 1
+    close(group_advantage(REWARD, spans, eps=0.0), [-2 / std, 0, 1 / std, 0, 1 / std, 0])
+    close(group_advantage(REWARD, spans, eps=1.0), [-2 / (std + 1), 0, 1 / (std + 1), 0, 1 / (std + 1), 0])
+    close(group_advantage(REWARD, spans, unbiased=False, eps=0.0), [-(2**0.5), 0, HALF, 0, HALF, 0])
+    close(group_advantage(REWARD, spans, scale="none"), [-2, 0, 1, 0, 1, 0])
+
+
+def test_leave_one_out_literal():
+    spans = spans_of(GROUPS, [[0]] * 6)
+    close(leave_one_out_advantage(REWARD, spans), [1 - 4, 0, 4 - 2.5, 0, 4 - 2.5, 0])
+
+
+def test_a_group_of_one_is_zero_or_by_choice_its_reward():
+    spans = spans_of(GROUPS, [[0]] * 6)
+    assert group_advantage(REWARD, spans)[1] == 0
+    for scale in ("std", "none"):
+        advantage = group_advantage(REWARD, spans, scale=scale, singleton="reward")
+        assert advantage[1] == REWARD[1]
+        assert torch.equal(advantage[[0, 2, 3, 4, 5]], group_advantage(REWARD, spans, scale=scale)[[0, 2, 3, 4, 5]])
+
+
+def test_turn_advantage_compares_each_turn_with_the_same_turn_of_the_group():
+    # Turn 1 is present in two of group 0's rollouts, turn 2 in one; group 1 holds turns 0 and 1.
+    spans = spans_of([0, 0, 1, 0, 1], [[0, 1], [0, 1, 2], [0, 1], [0], [0, 1]])
+    reward = torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 0, 1, 1])
+    third = (1 / 3) ** 0.5  # turn 0 of group 0: rewards 1, 0, 0, sample variance 1/3
+    close(
+        turn_advantage(reward, spans, eps=0.0),
+        [2 / 3 / third, -HALF, -1 / 3 / third, HALF, 0, -HALF, 0, -1 / 3 / third, HALF, 0],
+    )
+    close(turn_advantage(reward, spans, unbiased=False, eps=0.0)[1:4], [-1, -HALF, 1])
+
+
+def test_a_failed_turn_is_negative_whatever_the_other_turns_did():
+    spans = spans_of([0, 0, 0], [[0, 1, 2]] * 3)
+    for others in ([1.0, 1.0], [0.0, 0.0], [1.0, 0.0]):
+        reward = torch.tensor([others[0], 0.0, others[1], 1, 1, 1, 0, 1, 0])
+        assert turn_advantage(reward, spans)[1] < 0
+
+
+def test_a_cut_off_turn_counts_when_it_was_reached_and_not_when_it_was_not():
+    present = spans_of([0, 0, 0], [[0, 1], [0, 1], [0, 1]])  # trajectory 2 was cut off in turn 1, judged 0
+    absent = spans_of([0, 0, 0], [[0, 1], [0, 1], [0]])  # trajectory 2 never reached turn 1
+    third = (1 / 3) ** 0.5
+    found = turn_advantage(torch.tensor([1.0, 1, 1, 0, 1, 0]), present, eps=0.0)
+    close(found[[1, 3, 5]], [2 / 3 / third, -1 / 3 / third, -1 / 3 / third])
+    close(turn_advantage(torch.tensor([1.0, 1, 1, 0, 1]), absent, eps=0.0)[[1, 3]], [HALF, -HALF])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_give_exact_zeros(dtype):
+    spans = spans_of([0, 0, 0], [[0, 1]] * 3)
+    tenth = torch.full((6,), 0.1, dtype=dtype)
+    for advantage in (
+        group_advantage(tenth[:3], spans, eps=0.0),
+        group_advantage(tenth[:3], spans, scale="none"),
+        leave_one_out_advantage(tenth[:3], spans),
+        turn_advantage(tenth, spans, eps=0.0),
+    ):
+        assert advantage.dtype == dtype
+        assert torch.equal(advantage, torch.zeros_like(advantage))
+
+
+def test_float64_and_whole_number_rewards():
+    spans = spans_of([0, 0, 0], [[0]] * 3)
+    reward = torch.tensor([0.2, 0.5, 1.7], dtype=torch.float64)
+    wanted = (reward - reward.mean()) / (reward.std() + 1e-6)
+    torch.testing.assert_close(group_advantage(reward, spans), wanted, rtol=1e-14, atol=0)
+    torch.testing.assert_close(turn_advantage(reward, spans), wanted, rtol=1e-14, atol=0)
+    for solved in (torch.tensor([True, False, False]), torch.tensor([1, 0, 0])):
+        assert torch.equal(turn_advantage(solved, spans), turn_advantage(solved.float(), spans))
+
+
+def test_rewards_of_other_groups_change_nothing():
+    spans = spans_of(GROUPS, [[0]] * 6)
+    other = REWARD.clone()
+    other[[1, 3, 5]] = torch.tensor([5.0, -3.0, 8.0])
+    for advantage in (group_advantage, leave_one_out_advantage, turn_advantage):
+        assert torch.equal(advantage(REWARD, spans)[[0, 2, 4]], advantage(other, spans)[[0, 2, 4]])
+
+
+def test_trajectories_without_a_turn_have_a_reward_but_no_turn_advantage():
+    spans = spans_of([0, 0], [[0], []])
+    close(group_advantage(torch.tensor([1.0, 0.0]), spans, eps=0.0), [HALF, -HALF])
+    assert turn_advantage(torch.tensor([1.0]), spans).tolist() == [0]
+
+
+def test_bad_arguments_are_named():
+    spans = spans_of([0, 0], [[0, 1], [0]])
+    with pytest.raises(ValueError, match=r"reward has shape \[3\], want \[B\] = \[2\]"):
+        group_advantage(torch.zeros(3), spans)
+    with pytest.raises(ValueError, match=r"reward has shape \[2, 1\]"):
+        leave_one_out_advantage(torch.zeros(2, 1), spans)
+    with pytest.raises(ValueError, match=r"turn_reward has shape \[2\], want \[K\] = \[3\]"):
+        turn_advantage(torch.zeros(2), spans)
+    with pytest.raises(ValueError, match="scale is 'max', want one of 'std', 'none'"):
+        group_advantage(torch.zeros(2), spans, scale="max")
+    with pytest.raises(ValueError, match="singleton is 'one'"):
+        group_advantage(torch.zeros(2), spans, singleton="one")
