@@ -1,1 +1,41 @@
 """Custom-kernel accelerated credit assignment and loss for agentic RL."""
+
+from .advantages import group_advantage, leave_one_out_advantage, turn_advantage
+from .crest_policy_loss import crest_policy_loss
+from .methods import METHODS
+from .methods.crest import CrestConfig
+from .methods.grpo import GRPOConfig
+from .methods.turn_grpo import TurnGRPOConfig
+from .policy_loss import PolicyLoss, policy_loss
+from .reductions import action_mean, fixed_length, sequence_mean, token_mean, turn_mean
+from .signals import Credit, Signals
+from .spans import Spans
+from .surrogates import CISPO, GSPO, SAPO, PPOClip
+from .token_stats import TokenStats, token_stats
+
+__all__ = [
+    "CISPO",
+    "Credit",
+    "CrestConfig",
+    "GRPOConfig",
+    "GSPO",
+    "METHODS",
+    "PPOClip",
+    "PolicyLoss",
+    "SAPO",
+    "Signals",
+    "Spans",
+    "TokenStats",
+    "TurnGRPOConfig",
+    "action_mean",
+    "crest_policy_loss",
+    "fixed_length",
+    "group_advantage",
+    "leave_one_out_advantage",
+    "policy_loss",
+    "sequence_mean",
+    "token_mean",
+    "token_stats",
+    "turn_advantage",
+    "turn_mean",
+]

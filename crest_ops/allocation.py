@@ -46,7 +46,14 @@ def direction_gate(sign: Tensor, gap: Tensor) -> Tensor:
     return sign * gap > 0
 
 
-def entropy_gate(uncertainty: Tensor, spans: Spans, *, scope: Scope = "trajectory", eps: float = 1e-6) -> Tensor:
+def entropy_gate(
+    uncertainty: Tensor,
+    spans: Spans,
+    *,
+    scope: Scope = "trajectory",
+    eps: float = 1e-6,
+    mask: Tensor | None = None,
+) -> Tensor:
     """How uncertain the policy was at a token, against the other policy tokens of the same scope; 0.5 is average.
 
     g = sigmoid((u - mean u) / (std u + eps)).
@@ -54,7 +61,8 @@ def entropy_gate(uncertainty: Tensor, spans: Spans, *, scope: Scope = "trajector
     response tokens": over the whole batch, each trajectory (default) or each turn is this project's choice, and so is
     the population std. Equal uncertainties (one token included) give exactly 0.5; positions outside the spans give 0.5.
 
-    uncertainty [N] real, looked at inside the spans only. Returns [N] in (0, 1). Raises ValueError: unknown scope.
+    uncertainty [N] real, looked at inside the spans only. mask [N] bool: True = trained on; further positions to leave
+    out of the statistics (they give 0.5). Returns [N] in (0, 1). Raises ValueError: unknown scope.
     """
     if scope == "batch":
         ids_N, num = spans.mask.int() - 1, 1
@@ -64,6 +72,8 @@ def entropy_gate(uncertainty: Tensor, spans: Spans, *, scope: Scope = "trajector
         ids_N, num = spans.turn_of_token, spans.num_turns
     else:
         raise ValueError(f"scope is {scope!r}, want 'batch', 'trajectory' or 'turn'")
+    if mask is not None:
+        ids_N = torch.where(mask, ids_N, -1)
     return segment_zscore(uncertainty, ids_N, num, unbiased=False, eps=eps).sigmoid()
 
 

@@ -31,7 +31,9 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     if not has_triton:
         raise ValueError("backend is 'triton', but triton is not installed: install it, or use backend='torch'")
     if dtype == torch.float64:
-        raise ValueError("backend is 'triton' and logits are float64: the kernels compute in float32; use backend='torch'")
+        raise ValueError(
+            "backend is 'triton' and logits are float64: the kernels compute in float32; use backend='torch'"
+        )
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             "backend is 'triton' and logits are on the CPU: use backend='torch' (or 'auto'), or set TRITON_INTERPRET=1 "

@@ -1,4 +1,5 @@
-"""The credit-weighted policy loss from vocabulary logits: one read of the logits forward, one read and one write backward.
+"""The credit-weighted policy loss from vocabulary logits: one read of the logits forward, one read and one write
+backward.
 
 Shape letters: N tokens (all of `targets`, row by row), V vocabulary.
 """
@@ -18,9 +19,10 @@ from .token_stats import FLOAT_DTYPES, check_per_token, stats_tensors
 class PolicyLoss:
     """What the policy losses give.
 
-    loss: scalar, differentiable. logp, entropy, ratio (of old and new policy), clipped (bool): per token, shaped like `targets`,
-    detached, 0 where masked. metrics: scalar tensors over the batch's own unmasked tokens, for logging: entropy, ratio_mean,
-    ratio_max, clip_ratio, approx_kl (k3 of old_logp), kl (k3 of ref_logp, where given), num_tokens.
+    loss: scalar, differentiable. logp, entropy, ratio (of old and new policy), clipped (bool): per token, shaped like
+    `targets`, detached, 0 where masked. metrics: scalar tensors over the batch's own unmasked tokens, for logging:
+    entropy, ratio_mean, ratio_max, clip_ratio, approx_kl (k3 of old_logp), kl (k3 of ref_logp, where given),
+    num_tokens.
     """
 
     loss: Tensor
@@ -56,14 +58,16 @@ def policy_loss(
     """Credit-weighted surrogate loss of the realised tokens.
 
     loss = sum_n token_weight_n (importance_weight_n * surrogate(r_n, credit_n) + kl_coef * k3_n - entropy_coef * H_n),
-    r = exp(logp - old_logp),  k3 = exp(d) - d - 1 with d = clip(ref_logp - logp, -20, 20) (0 slope outside),  H = entropy.
-    PPO: arXiv 1707.06347, eq. 7; k3: GRPO, arXiv 2402.03300, eq. 4. The clips at 20 and all weights as arguments are this
-    project's reading: nothing is divided by a count that was not given; see `reductions` for token weights.
+    r = exp(logp - old_logp),  H = entropy,  k3 = exp(d) - d - 1 with d = clip(ref_logp - logp, -20, 20) (0 slope
+    outside). PPO: arXiv 1707.06347, eq. 7; k3: GRPO, arXiv 2402.03300, eq. 4. The clips at 20 and all weights as
+    arguments are this project's reading: nothing is divided by a count that was not given; see `reductions` for token
+    weights.
 
     logits, mask, temperature, softcap, logit_scale, vocab_size, ignore_index, backend: as in `token_stats`.
     targets [...] ids, already shifted. All per-token arguments have exactly its shape and are detached.
-    credit [...]: signed coefficient. token_weight [...]: the reduction. old_logp [...]: behaviour log-prob of the target; None means
-        strictly on policy (ratio 1, gradient of log-prob times credit). ref_logp [...]: needed where kl_coef is not 0.
+    credit [...]: signed coefficient. token_weight [...]: the reduction. old_logp [...]: behaviour log-prob of the
+        target; None means strictly on policy (ratio 1, gradient of log-prob times credit). ref_logp [...]: needed where
+        kl_coef is not 0.
     surrogate: of `surrogates`; levels above "token" need spans over the same N positions.
     importance_weight [...]: multiplies the surrogate alone (truncated sampler corrections).
     inplace: backward overwrites the logits with their gradient, and bumps their version; a second backward raises.
@@ -71,8 +75,9 @@ def policy_loss(
     Masked positions have no part in value, gradient or metrics, whatever logits, credit or log-probs hold there.
     A target outside the support (logp = -inf) has gradient 0; its log-ratio counts as -20 in the value and its k3 as 0.
 
-    Raises ValueError naming the argument: shapes, dtypes, devices, non-finite values at unmasked positions (on a GPU a device-side
-    assert, or ValueError under CREST_DEBUG=1), kl_coef without ref_logp, and whatever `token_stats` refuses.
+    Raises ValueError naming the argument: shapes, dtypes, devices, non-finite values at unmasked positions (on a GPU a
+    device-side assert, or ValueError under CREST_DEBUG=1), kl_coef without ref_logp, and whatever `token_stats`
+    refuses.
     """
     per_token = {
         "credit": credit,
@@ -85,12 +90,25 @@ def policy_loss(
     if kl_coef and ref_logp is None:
         raise ValueError(f"kl_coef is {kl_coef}, but ref_logp is None: pass ref_logp, or kl_coef=0")
     logp, entropy, _, _ = stats_tensors(
-        logits, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index, True, False, inplace, backend
+        logits,
+        targets,
+        mask,
+        temperature,
+        softcap,
+        logit_scale,
+        vocab_size,
+        ignore_index,
+        True,
+        False,
+        inplace,
+        backend,
     )
     live_N = live_positions(targets, mask, ignore_index, spans)
     logp_N, entropy_N = logp.reshape(-1), entropy.reshape(-1)
     new_N = logp_N.detach()
-    given = {name: finite_where(name, value.reshape(-1), live_N) for name, value in per_token.items() if value is not None}
+    given = {
+        name: finite_where(name, value.reshape(-1), live_N) for name, value in per_token.items() if value is not None
+    }
 
     possible_N = new_N > -torch.inf
     log_ratio_N = new_N - given["old_logp"].to(new_N.dtype) if old_logp is not None else torch.zeros_like(new_N)
@@ -120,7 +138,9 @@ def policy_loss(
 
 
 def check_loss_arguments(logits, targets, per_token: Mapping[str, Tensor | None], spans: Spans | None) -> None:
-    """Per-token arguments have the shape of targets, floating dtype and the device of logits; spans cover the same N."""
+    """Per-token arguments have the shape of targets, floating dtype and the device of logits; spans cover the same
+    N.
+    """
     if not isinstance(targets, Tensor) or not isinstance(logits, Tensor):
         raise ValueError(f"logits and targets are {type(logits).__name__} and {type(targets).__name__}, want tensors")
     for name, value in per_token.items():
@@ -145,7 +165,9 @@ def finite_where(name: str, values: Tensor, live_N: Tensor) -> Tensor:
     if checks_values(values):
         if bad_N.any():
             at = int(bad_N.nonzero()[0])
-            raise ValueError(f"{name}[{at}] is {float(values[at])} (positions counted row by row), want finite values where unmasked")
+            raise ValueError(
+                f"{name}[{at}] is {float(values[at])} (positions counted row by row), want finite values where unmasked"
+            )
     else:
         torch._assert_async(~bad_N.any(), f"{name} must be finite where unmasked")
     return torch.where(live_N, values.detach(), 0)
@@ -157,7 +179,9 @@ def _(name, values, live_N):
 
 
 def k3(logp_N: Tensor, ref_logp_N: Tensor, live_N: Tensor) -> tuple[Tensor, Tensor]:
-    """(exp(d) - d - 1, its slope by logp 1 - exp(d)) of d = clip(ref_logp - logp, -20, 20); slope 0 outside; 0 where not live."""
+    """(exp(d) - d - 1, its slope by logp 1 - exp(d)) of d = clip(ref_logp - logp, -20, 20); slope 0 outside; 0 where
+    not live.
+    """
     d_N = torch.where(live_N, ref_logp_N - logp_N, 0)
     inside_N = d_N.abs() <= MAX_LOG_RATIO
     d_N = d_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -21,8 +21,9 @@ CHUNK_ELEMENTS = 1 << 18  # of the plain-torch backend's float32 working set, wh
 class TokenStats:
     """What `token_stats` gives per token: float32 (float64 for float64 logits), shaped like `targets`.
 
-    logp: log-prob of the target. entropy: entropy of the row, None unless asked for. lse: log-sum-exp of the row's scaled logits.
-    sum_sq_probs: sum of squared probabilities, None unless asked for. lse and sum_sq_probs carry no gradient.
+    logp: log-prob of the target. entropy: entropy of the row, None unless asked for. lse: log-sum-exp of the row's
+    scaled logits. sum_sq_probs: sum of squared probabilities, None unless asked for. lse and sum_sq_probs carry no
+    gradient.
     """
 
     logp: Tensor
@@ -50,12 +51,12 @@ def token_stats(
     lse = log sum_{v < vocab_size} exp z_v,  logp = z_target - lse,  entropy = -sum_v p_v log p_v,  p = exp(z - lse).
 
     Backward reads the logits once more and writes their gradient:
-    d logp / dz_v = 1[v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + entropy). It takes any upstream gradient; double
-    backward raises.
+    d logp / dz_v = 1[v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + entropy). It takes any upstream gradient;
+    double backward raises.
 
-    logits [..., V]: float16, bfloat16 or float32, any strides with a contiguous last dimension (others are copied once);
-        computed in float32. float64 is computed in and returned as float64, by the torch backend (for gradient checks).
-        A logit <= -1e30 counts as -inf: out of the support, probability and gradient exactly 0.
+    logits [..., V]: float16, bfloat16 or float32, any strides with a contiguous last dimension (others are copied
+        once); computed in float32. float64 is computed in and returned as float64, by the torch backend (for gradient
+        checks). A logit <= -1e30 counts as -inf: out of the support, probability and gradient exactly 0.
     targets [...]: int64 or int32 ids, already shifted. `ignore_index` marks a row that is not wanted.
     mask [...] bool: True = wanted. A row that is not wanted is not read; its outputs and gradient are exactly 0.
     temperature: a number or a tensor [...], > 0. softcap: > 0 or None. logit_scale: > 0.
@@ -63,11 +64,12 @@ def token_stats(
     outputs: names of TokenStats that are wanted besides lse, of "logp", "entropy", "sum_sq_probs".
     backend: "auto", "torch" or "triton".
 
-    A target outside the support (its logit is -inf) gives logp = -inf and an all-zero gradient row; a row without support gives
-    in addition lse = -inf and entropy = 0. A row holding NaN or +inf gives NaN, in that row only.
+    A target outside the support (its logit is -inf) gives logp = -inf and an all-zero gradient row; a row without
+    support gives in addition lse = -inf and entropy = 0. A row holding NaN or +inf gives NaN, in that row only.
 
-    Raises ValueError naming the argument for wrong shapes, dtypes, devices, values, and targets outside [0, vocab_size).
-    On a GPU targets and a temperature tensor are checked by device-side asserts, or as ValueError under CREST_DEBUG=1.
+    Raises ValueError naming the argument for wrong shapes, dtypes, devices, values, and targets outside [0,
+    vocab_size). On a GPU targets and a temperature tensor are checked by device-side asserts, or as ValueError under
+    CREST_DEBUG=1.
     """
     unknown = [name for name in outputs if name not in OUTPUTS]
     if isinstance(outputs, str) or unknown:
@@ -88,7 +90,9 @@ def stats_tensors(
     backend = resolve_backend(backend, logits.device, logits.dtype)
     shape = targets.shape
     if inplace and not is_writable_in_place(logits):
-        raise ValueError("inplace is True, but logits overlap themselves in memory or would have to be copied: use inplace=False")
+        raise ValueError(
+            "inplace is True, but logits overlap themselves in memory or would have to be copied: use inplace=False"
+        )
     temperature = as_rows(temperature, logits)
     target_N = torch.ops.crest.wanted_targets(
         targets.reshape(-1), None if mask is None else mask.reshape(-1), temperature, vocab_size, ignore_index
@@ -190,8 +194,8 @@ def wanted_targets(
         if not good_target.all():
             at = int((~good_target).nonzero()[0])
             raise ValueError(
-                f"targets[{at}] is {int(targets[at])} (positions counted row by row), want 0 <= target < {num_columns}, "
-                f"or ignore_index = {ignore_index}"
+                f"targets[{at}] is {int(targets[at])} (positions counted row by row), want 0 <= target < "
+                f"{num_columns}, or ignore_index = {ignore_index}"
             )
         if not good_temperature.all():
             at = int((~good_temperature).nonzero()[0])
@@ -207,7 +211,7 @@ def _(targets, mask, temperature, num_columns, ignore_index):
     return torch.empty_like(targets, dtype=torch.int64)
 
 
-# --- the plain-torch definition -------------------------------------------------------------------------------------------
+# --- the plain-torch definition ---------------------------------------------------------------------------------------
 
 
 def scaled_logits(x_RV: Tensor, temperature_R1: Tensor, softcap: float, logit_scale: float):
@@ -221,7 +225,15 @@ def scaled_logits(x_RV: Tensor, temperature_R1: Tensor, softcap: float, logit_sc
     return z_RV, OUT / temperature_R1, (1 - tanh_RV * tanh_RV).mul_(logit_scale / temperature_R1)
 
 
-def stats_rows(x_RV: Tensor, target_R: Tensor, temperature_R1: Tensor, softcap: float, logit_scale: float, entropy: bool, sum_sq: bool):
+def stats_rows(
+    x_RV: Tensor,
+    target_R: Tensor,
+    temperature_R1: Tensor,
+    softcap: float,
+    logit_scale: float,
+    entropy: bool,
+    sum_sq: bool,
+):
     """(logp, entropy, lse, sum_sq_probs, max, log_sum) of rows that are all wanted."""
     z_RV, out_R1, _ = scaled_logits(x_RV, temperature_R1, softcap, logit_scale)
     max_R1 = z_RV.amax(1, keepdim=True)
@@ -260,7 +272,9 @@ def grad_rows(
     rows = torch.arange(len(target_R), device=x_RV.device)
     grad_RV[rows, target_R] += grad_logp_R
     grad_RV.mul_(dz_RV)
-    dead_R = (x_RV[rows, target_R] <= OUT) | ((grad_logp_R == 0) & (0 if grad_entropy_R is None else grad_entropy_R == 0))
+    dead_R = (x_RV[rows, target_R] <= OUT) | (
+        (grad_logp_R == 0) & (True if grad_entropy_R is None else grad_entropy_R == 0)
+    )
     return grad_RV.masked_fill_(dead_R[:, None], 0)
 
 
@@ -284,7 +298,19 @@ def stats_torch(logits_BTV, target_N, temperature, num_columns, logit_scale, sof
     return logp, entropy_N, lse, sum_sq_N, torch.stack([max_N, log_sum_N])
 
 
-def grad_torch(grad_BTV, logits_BTV, target_N, temperature, entropy_N, normaliser, grad_logp, grad_entropy, num_columns, logit_scale, softcap):
+def grad_torch(
+    grad_BTV,
+    logits_BTV,
+    target_N,
+    temperature,
+    entropy_N,
+    normaliser,
+    grad_logp,
+    grad_entropy,
+    num_columns,
+    logit_scale,
+    softcap,
+):
     length = logits_BTV.shape[1]
     unwanted = (target_N < 0).nonzero()[:, 0]
     grad_BTV[unwanted // max(length, 1), unwanted % max(length, 1)] = 0
@@ -293,8 +319,8 @@ def grad_torch(grad_BTV, logits_BTV, target_N, temperature, entropy_N, normalise
         x_RV = _rows_of(logits_BTV, rows)[:, :num_columns]
         temperature_R1 = temperature[rows if len(temperature) > 1 else rows * 0][:, None]
         found_RV = grad_rows(
-            x_RV, target_N[rows], temperature_R1, softcap, logit_scale, entropy_N[rows], normaliser[0, rows], normaliser[1, rows],
-            grad_logp[rows], None if grad_entropy is None else grad_entropy[rows],
+            x_RV, target_N[rows], temperature_R1, softcap, logit_scale, entropy_N[rows], normaliser[0, rows],
+            normaliser[1, rows], grad_logp[rows], None if grad_entropy is None else grad_entropy[rows],
         )  # fmt: skip
         grad_BTV[rows // length, rows % length, :num_columns] = found_RV.to(grad_BTV.dtype)
 
@@ -303,7 +329,7 @@ def _rows_of(logits_BTV: Tensor, rows: Tensor) -> Tensor:
     return logits_BTV[rows // logits_BTV.shape[1], rows % logits_BTV.shape[1]]
 
 
-# --- the ops --------------------------------------------------------------------------------------------------------------
+# --- the ops ----------------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("crest::token_stats", mutates_args=())
@@ -311,7 +337,9 @@ def token_stats_op(
     logits: Tensor, target_N: Tensor, temperature: Tensor, num_columns: int, logit_scale: float, softcap: float,
     entropy: bool, sum_sq: bool, inplace: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """logits [B, T, V] -> (logp, entropy, lse, sum_sq_probs) [N] and the backend's normaliser [2, N], which backward reads."""
+    """logits [B, T, V] -> (logp, entropy, lse, sum_sq_probs) [N] and the backend's normaliser [2, N], which backward
+    reads.
+    """
     if backend == "triton":
         from crest_kernels.token_stats import token_stats as stats_triton
 
@@ -371,22 +399,22 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(logits, target_N, temperature, entropy_N, normaliser)
 
 
-def _backward(ctx, grad_logp, grad_entropy, *_):
+def logits_gradient(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
+    """Gradient by the logits that an op saved, written over them where it is in place."""
     logits, target_N, temperature, entropy_N, normaliser = ctx.saved_tensors
-    if not ctx.entropy:
-        grad_entropy = None
-    if grad_logp is None:
-        grad_logp = torch.zeros_like(entropy_N)
+    grad_logp = torch.zeros_like(entropy_N) if grad_logp is None else grad_logp.contiguous()
+    grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
     arguments = (
-        logits, target_N, temperature, entropy_N, normaliser, grad_logp.contiguous(),
-        None if grad_entropy is None else grad_entropy.contiguous(), *ctx.scalars, ctx.backend,
+        logits, target_N, temperature, entropy_N, normaliser, grad_logp, grad_entropy, *ctx.scalars, ctx.backend
     )  # fmt: skip
     if ctx.inplace:
         torch.ops.crest.token_stats_grad_(*arguments)
-        grad = logits
-    else:
-        grad = torch.ops.crest.token_stats_grad(*arguments)
-    return grad, *[None] * 9
+        return logits
+    return torch.ops.crest.token_stats_grad(*arguments)
+
+
+def _backward(ctx, grad_logp, grad_entropy, *_):
+    return logits_gradient(ctx, grad_logp, grad_entropy if ctx.entropy else None), *[None] * 9
 
 
 token_stats_op.register_autograd(_backward, setup_context=_save)

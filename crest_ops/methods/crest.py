@@ -57,7 +57,13 @@ Config = CrestConfig
 
 
 def crest_credit(
-    turn_advantage: Tensor, teacher_gap: Tensor, uncertainty: Tensor, spans: Spans, config: CrestConfig
+    turn_advantage: Tensor,
+    teacher_gap: Tensor,
+    uncertainty: Tensor,
+    spans: Spans,
+    config: CrestConfig,
+    *,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Signed credit of every token: the definition of CrEST's segment pass.
 
@@ -66,12 +72,13 @@ def crest_credit(
     lam = 0 or a gap of 0 it is A_k bitwise.
 
     turn_advantage [K]; teacher_gap [N], teacher minus student log-prob of the realised token; uncertainty [N],
-    surprisal or entropy: real, the last two looked at inside the spans only. Returns [N], detached, in the dtype
-    of turn_advantage, 0 outside the spans.
+    surprisal or entropy: real, the last two looked at inside the spans only. mask [N] bool: True = trained on; further
+    positions to leave out. Returns [N], detached, in the dtype of turn_advantage, 0 outside the spans and the mask.
     """
-    advantage_N = segment_expand(turn_advantage.detach(), spans.turn_of_token)
-    gap_N = torch.where(spans.mask, teacher_gap.detach(), 0)
-    gate_N = entropy_gate(uncertainty.detach(), spans, scope=config.scope, eps=config.std_eps)
+    inside_N = spans.mask if mask is None else spans.mask & mask
+    advantage_N = torch.where(inside_N, segment_expand(turn_advantage.detach(), spans.turn_of_token), 0)
+    gap_N = torch.where(inside_N, teacher_gap.detach(), 0)
+    gate_N = entropy_gate(uncertainty.detach(), spans, scope=config.scope, eps=config.std_eps, mask=mask)
     phi_N = crest_modulation(
         advantage_N.sign(), gap_N, gate_N, lam=config.lam, eps=config.eps, tau=config.tau, rho=config.rho
     )

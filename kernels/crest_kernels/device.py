@@ -16,7 +16,9 @@ GRAD_TILES = tl.constexpr(8)
 
 @triton.jit
 def load_logits(ptr, mask, MASKED: tl.constexpr):
-    """Logits with -inf (and masked places) replaced by OUT; NaN stays NaN. bf16 is clamped two at a time, before its upcast."""
+    """Logits with -inf (and masked places) replaced by OUT; NaN stays NaN. bf16 is clamped two at a time, before its
+    upcast.
+    """
     if MASKED:
         x = tl.load(ptr, mask=mask, other=float("-inf"))
     else:
@@ -61,8 +63,8 @@ def load_tiles(ptr, columns, num_left, TILES: tl.constexpr, STEP: tl.constexpr, 
 def accumulate(xs, m, s, w, q, scale, logit_scale, softcap, SOFTCAP: tl.constexpr, SUM_SQ: tl.constexpr):
     """Take tiles into the running sums of their lanes.
 
-    In base 2, with t = scale * x - m and e = 2^t: s = sum e, w = sum e t, q = sum e^2. Measuring t from the running max keeps
-    w small where the entropy is small, whatever constant the row carries.
+    In base 2, with t = scale * x - m and e = 2^t: s = sum e, w = sum e t, q = sum e^2. Measuring t from the running max
+    keeps w small where the entropy is small, whatever constant the row carries.
     """
     largest = xs[0]
     for i in tl.static_range(1, STATS_TILES):
@@ -97,9 +99,9 @@ def row_sums(
 ):  # fmt: skip
     """One visit of a row: (max, sum 2^t, sum 2^t t, sum 4^t) with t = scale * x - max, all in base 2.
 
-    A tile is [LANES, VEC] with VEC neighbouring logits (16 bytes) in one thread. The sums live per lane and meet once, after
-    the loop, which so needs no barrier and no shuffle, and 1 + 1 / (STATS_TILES * VEC) exponentials per logit. A row without
-    support gives max <= OUT * scale.
+    A tile is [LANES, VEC] with VEC neighbouring logits (16 bytes) in one thread. The sums live per lane and meet once,
+    after the loop, which so needs no barrier and no shuffle, and 1 + 1 / (STATS_TILES * VEC) exponentials per logit. A
+    row without support gives max <= OUT * scale.
     """
     TILE: tl.constexpr = LANES * VEC
     STEP: tl.constexpr = STATS_TILES * TILE

@@ -13,8 +13,8 @@ from .token_stats import row_strides, store_stats, store_unwanted, tile_options
 
 @triton.jit
 def teacher_pair_kernel(
-    logits_ptr, teacher_ptr, target_ptr, temperature_ptr, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr, teacher_logp_ptr,
-    num_rows, rows_per_batch, teacher_rows_per_batch, num_columns, stride_batch, stride_row,
+    logits_ptr, teacher_ptr, target_ptr, temperature_ptr, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr,
+    teacher_logp_ptr, num_rows, rows_per_batch, teacher_rows_per_batch, num_columns, stride_batch, stride_row,
     stride_teacher_batch, stride_teacher_row, stride_temperature, logit_scale, softcap,
     SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, TEACHER_VEC: tl.constexpr,
 ):  # fmt: skip

@@ -1,7 +1,8 @@
 """Log-prob, entropy and normaliser of every row of vocabulary logits, and their gradient.
 
-Rows are the tokens of a [batch, rows, V] tensor. A target < 0 marks a row that is not wanted: it is not read, its outputs and its
-gradient are 0. One program per row, a flat 1-D grid, no atomics: a row's result depends on that row alone.
+Rows are the tokens of a [batch, rows, V] tensor. A target < 0 marks a row that is not wanted: it is not read, its
+outputs and its gradient are 0. One program per row, a flat 1-D grid, no atomics: a row's result depends on that row
+alone.
 """
 
 import torch
@@ -36,7 +37,9 @@ def store_unwanted(row, num_rows, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr
 
 @triton.jit
 def store_stats(row, num_rows, num_columns, m, s, w, scale, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr):
-    """entropy = log sum 2^t - sum 2^t t / sum 2^t, held to [0, log V]; a row without support has entropy 0 and lse -inf."""
+    """entropy = log sum 2^t - sum 2^t t / sum 2^t, held to [0, log V]; a row without support has entropy 0 and lse
+    -inf.
+    """
     log2_sum = tl.log2(s)
     empty = m <= OUT * scale
     entropy = (log2_sum - w / s) * LN2
@@ -72,7 +75,9 @@ def token_stats_kernel(
 
 
 @triton.jit
-def gradient_tile(x, scale, log2_norm, slope, const, logit_scale, softcap, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr):
+def gradient_tile(
+    x, scale, log2_norm, slope, const, logit_scale, softcap, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr
+):
     """2^t (slope t + const), t = scale * x - log2_norm, times the derivative of the cap."""
     derivative = 1.0
     if SOFTCAP:
@@ -116,7 +121,8 @@ def token_stats_grad_kernel(
     factor = inverse_temperature
     if not SOFTCAP:
         factor *= logit_scale
-    # log2_norm = m + log2_sum is rounded at the size of the logits; what the rounding took goes into the row's constants.
+    # log2_norm = m + log2_sum is rounded at the size of the logits; what the rounding took goes into the row's
+    # constants.
     m = tl.load(normaliser_ptr + row)
     log2_sum = tl.load(normaliser_ptr + num_rows + row)
     log2_norm = m + log2_sum
@@ -151,7 +157,9 @@ def token_stats_grad_kernel(
 
 
 def tile_options(num_columns: int, element_size: int) -> tuple[int, int, int]:
-    """(lanes, vector, warps): 16 bytes a thread and tile, one lane a thread, at most 4 warps, no wider than the row needs."""
+    """(lanes, vector, warps): 16 bytes a thread and tile, one lane a thread, at most 4 warps, no wider than the row
+    needs.
+    """
     vector = 16 // element_size
     lanes = min(128, max(32, triton.next_power_of_2(triton.cdiv(num_columns, STATS_TILES.value * vector))))
     return lanes, vector, lanes // 32
@@ -163,10 +171,11 @@ def row_strides(logits: torch.Tensor) -> tuple[int, int, int]:
 
 
 def token_stats(logits, targets, temperature, num_columns, logit_scale, softcap, sum_sq):
-    """logits [B, T, V] (last dimension contiguous), targets [B*T] int64 (< 0: not wanted), temperature [B*T] or [1] float32.
+    """logits [B, T, V] (last dimension contiguous), targets [B*T] int64 (< 0: not wanted), temperature [B*T] or [1]
+    float32.
 
-    softcap 0.0 means none. Returns (logp, entropy, lse, sum_sq_probs, normaliser [2, N]), float32; sum_sq_probs is empty unless
-    `sum_sq`; `normaliser` holds the row's max and log2 of its sum, for the gradient.
+    softcap 0.0 means none. Returns (logp, entropy, lse, sum_sq_probs, normaliser [2, N]), float32; sum_sq_probs is
+    empty unless `sum_sq`; `normaliser` holds the row's max and log2 of its sum, for the gradient.
     """
     num_rows = targets.numel()
     logp, entropy, lse = (torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(3))
@@ -187,7 +196,8 @@ def token_stats(logits, targets, temperature, num_columns, logit_scale, softcap,
 def token_stats_grad(
     grad, logits, targets, temperature, entropy, normaliser, grad_logp, grad_entropy, num_columns, logit_scale, softcap
 ):
-    """Write d/d logits of (grad_logp . logp + grad_entropy . entropy) into `grad` [B, T, V], which may be `logits` itself.
+    """Write d/d logits of (grad_logp . logp + grad_entropy . entropy) into `grad` [B, T, V], which may be `logits`
+    itself.
 
     grad_entropy None: no entropy term.
     """
@@ -199,8 +209,8 @@ def token_stats_grad(
     rows_per_batch, stride_batch, stride_row = row_strides(logits)
     _, stride_grad_batch, stride_grad_row = row_strides(grad)
     token_stats_grad_kernel[(num_rows,)](
-        logits, targets, temperature, entropy, normaliser, grad_logp, grad_logp if grad_entropy is None else grad_entropy,
-        grad, num_rows, rows_per_batch, num_columns, width, stride_batch, stride_row, int(temperature.numel() > 1),
-        stride_grad_batch, stride_grad_row, logit_scale, softcap,
+        logits, targets, temperature, entropy, normaliser, grad_logp, grad_logp if grad_entropy is None else
+        grad_entropy, grad, num_rows, rows_per_batch, num_columns, width, stride_batch, stride_row,
+        int(temperature.numel() > 1), stride_grad_batch, stride_grad_row, logit_scale, softcap,
         ENTROPY=grad_entropy is not None, SOFTCAP=softcap > 0, BLOCK=lanes * vector, num_warps=num_warps,
     )  # fmt: skip
