@@ -39,7 +39,11 @@ def run(
         table: {key: value for key, value in values.items() if value is not None} for table, values in given.items()
     }
     resolved = load_config(config, overrides)
+    from transformers.utils import logging
+
     from crest_train.loop import train
+
+    logging.disable_progress_bar()  # of loading and saving a model: the run has its own
 
     train(resolved, output, Console())
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from crest_ops.methods import METHODS
-from crest_ops.signals import Credit, Signals
-from crest_ops.spans import Spans
+from crest_ops import METHODS, Credit, Signals, Spans
 from crest_train.config import MethodSection
 from crest_train.rollouts import Rollout
 

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from crest_ops.token_stats import token_stats
+from crest_ops import token_stats
 from crest_train.chat import Chat
 from crest_train.config import Config
 from crest_train.display import progress
@@ -18,15 +18,16 @@ from crest_train.rollouts import Rollout, demonstrate
 
 
 def imitate(model: PreTrainedModel, chat: Chat, config: Config, console: Console) -> dict[str, float]:
-    """Train on the sessions played with their ground truth, and return the last loss (nats per token).
+    """Train on sessions played with their ground truth, and return the last loss (nats per token), if there is a step.
 
     Adam on the mean negative log-prob of the written tokens. Sessions are counted down from the last seed that is not
     held out. A share `hinted` of them is shown as the self-teacher sees it, so that it learns to read its hints.
     """
     section = config.warm_start
+    if not section.steps:
+        return {}
     optimizer = torch.optim.Adam(model.parameters(), lr=section.rate, betas=config.training.betas)
     generator = torch.Generator().manual_seed(config.run.seed)
-    loss = 0.0
     with progress(console, "warm start", section.steps) as show:
         for step in range(section.steps):
             last = FIRST_HELD_OUT_SEED - 1 - step * section.sessions

@@ -8,23 +8,25 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crest_ops.signals import Credit
+from crest_ops import Credit
 from crest_train.chat import Chat, make_chat
-from crest_train.config import Config
+from crest_train.config import Config, PolicySection
 from crest_train.credit import assign_credit, make_method, rows_with_signal, session_reward
 from crest_train.display import progress
 from crest_train.environments import FIRST_HELD_OUT_SEED, make_environment
 from crest_train.evaluate import evaluate, sampling_of
+from crest_train.fetch import path_of
 from crest_train.imitation import imitate
-from crest_train.model import check_policy, context_length, load_policy, load_pretrained
+from crest_train.model import check_policy, context_length, load_pretrained
 from crest_train.report import closing_table, draw_curves, grpo_reference
 from crest_train.rollouts import Rollout, rollout
 from crest_train.run_folder import RunFolder, find_run
 from crest_train.teacher import teacher_logp
 from crest_train.trajectories import trajectories_page
 from crest_train.update import update
+from crest_train.warm_start import built_in_policy
 
 
 def train(config: Config, output: Path | None = None, console: Console | None = None) -> RunFolder:
@@ -40,9 +42,9 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     folder = find_run(config, output)
-    done = folder.saved_step()
+    done, began = folder.saved_step(), time.perf_counter()
     if done is None:
-        model, tokenizer = load_policy(config.policy, console)
+        model, tokenizer = first_policy(config.policy, console)
     else:
         model, tokenizer = load_pretrained(folder.checkpoint, config.policy)
     model.eval()  # no dropout: a token's log-prob must not change between the rollout and the update
@@ -52,16 +54,14 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
     if done is None:
         done = 0
         folder.begin(config)
-        if config.warm_start.steps:
-            began = time.perf_counter()
-            imitation = imitate(model, chat, config, console)
-            seconds = time.perf_counter() - began
-            folder.log("warm_start", 0, **imitation, warm_start_seconds=seconds, peak_memory_mib=peak_memory_mib())
+        imitation = imitate(model, chat, config, console)
+        seconds = time.perf_counter() - began
+        folder.log("warm_start", 0, **imitation, warm_start_seconds=seconds, peak_memory_mib=peak_memory_mib())
         folder.save(model, tokenizer, optimizer, 0)
     else:
         folder.restore_optimizer(optimizer)
         folder.forget_after(done)
-        console.print(f"going on after step {done} of {config.training.steps} in {folder.path}")
+        console.print(f"{folder.path} holds {done} of {config.training.steps} steps: going on", soft_wrap=True)
     evaluate_once(folder, model, chat, config, done)
 
     total, with_teacher = config.training.steps, "teacher_gap_N" in method.needs
@@ -130,6 +130,17 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
                 evaluate_once(folder, model, chat, config, step)
     finish(folder, config, console)
     return folder
+
+
+def first_policy(section: PolicySection, console: Console) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """What a run begins with: the built-in policy, warm-started (once, then cached), a fetched model, or a folder's.
+
+    Raises ValueError when policy.model is none of them.
+    """
+    if section.model == "desk":
+        model, tokenizer = built_in_policy(console=console)
+        return model.to(section.device, getattr(torch, section.dtype)), tokenizer
+    return load_pretrained(path_of("smollm2") if section.model == "smollm2" else Path(section.model), section)
 
 
 def session_seeds(config: Config, step: int) -> list[int]:

@@ -9,27 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
 from crest_train.cache import prompt_cache
 from crest_train.config import PolicySection
-from crest_train.fetch import path_of
 
 KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-def load_policy(section: PolicySection, console: Console) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and tokenizer that a run begins with; the built-in policy comes warm-started (once, then cached).
-
-    Raises ValueError when policy.model is neither "desk" nor a fetched model nor a model folder.
-    """
-    if section.model == "desk":
-        from crest_train.warm_start import warm_policy
-
-        return warm_policy(console)
-    return load_pretrained(path_of("smollm2") if section.model == "smollm2" else Path(section.model), section)
 
 
 def load_pretrained(folder: Path, section: PolicySection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -254,12 +254,11 @@ class _Row:
         return request if template is None else template.format(request=request, gold=self.environment.gold())
 
     def _cut(self) -> None:
-        """The context is full: the turn under way fails, finished turns stay."""
+        """The context is full: the turn under way fails, finished turns stay; nothing is kept behind the last action."""
         session = self.session
         self.over = session.cut = True
-        if self.action.tokens:
-            session.ids += self.action.tokens
-            session.teacher_ids += self.action.tokens
+        last = session.actions[-1] if session.actions else Action(0, 0, 0)
+        session.ids[last.start :] = session.teacher_ids[last.teacher_start :] = last.tokens
         if any(action.turn == len(session.turn_reward) for action in session.actions):
             session.turn_reward.append(0.0)
 

@@ -6,7 +6,7 @@ B = sessions, T = token positions, R = policy-written positions.
 import torch
 from transformers import PreTrainedModel
 
-from crest_ops.token_stats import token_stats
+from crest_ops import token_stats
 from crest_train.model import head_logits, hidden_states, logit_options, shared_prompt
 from crest_train.rollouts import Rollout
 

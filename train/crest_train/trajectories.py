@@ -3,7 +3,7 @@
 from jinja2 import Environment
 from transformers import PreTrainedTokenizerBase
 
-from crest_ops.signals import Credit
+from crest_ops import Credit
 from crest_train.rollouts import Rollout
 
 _PAGE = """<!doctype html>

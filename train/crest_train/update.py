@@ -9,8 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from crest_ops.policy_loss import PolicyLoss, policy_loss
-from crest_ops.signals import Credit
+from crest_ops import Credit, PolicyLoss, policy_loss
 from crest_train.config import TrainingSection
 from crest_train.model import logit_options, policy_logits, shared_prompt
 from crest_train.rollouts import Rollout
