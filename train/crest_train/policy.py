@@ -283,8 +283,15 @@ class TinyForCausalLM(TinyPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int = 0,
+        cache_position: torch.Tensor | None = None,
+        inputs_embeds: None = None,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, T, V], or of the last `logits_to_keep` positions; the other arguments as `TinyModel.forward`."""
+        """Logits [B, T, V], or of the last `logits_to_keep` positions; the other arguments as `TinyModel.forward`.
+
+        cache_position: passed by transformers 4 and not needed, the cache knows its length. inputs_embeds: always None.
+        """
+        if inputs_embeds is not None:
+            raise ValueError("inputs_embeds is given; wanted input_ids, of which the model embeds each token twice")
         base = self.model(input_ids, attention_mask, position_ids, past_key_values, cache, use_cache)
         logits = self.head(base.last_hidden_state[:, -logits_to_keep:])
         return CausalLMOutputWithPast(logits=logits, **{CACHE_FIELD: getattr(base, CACHE_FIELD)})
