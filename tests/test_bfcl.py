@@ -7,7 +7,7 @@ import pytest
 from crest_train.environments import bfcl
 from crest_train.environments.bfcl import Bfcl
 from crest_train.environments.bfcl_calls import BadCall, Call, parse, run
-from crest_train.environments.bfcl_data import Benchmark, Session, session_id
+from crest_train.environments.bfcl_data import CATEGORIES, Benchmark, Session, session_id
 from crest_train.environments.bfcl_prompt import json_schema, signature, tool_docs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,11 +61,10 @@ DOCS = (
 )
 
 
-def _session(id, requests, gold, excluded=(), revealed=None):
+def _session(id, requests, gold, excluded=(), revealed=None, apis=("Lamp",)):
     category = id.removeprefix("multi_turn_").rpartition("_")[0]
-    return Session(
-        id, category, requests, gold, ("Lamp",), {"Lamp": {"on": False}}, frozenset(excluded), revealed or {}
-    )
+    config = {"Lamp": {"on": False}}
+    return Session(id, category, requests, gold, apis, config, frozenset(excluded), revealed or {})
 
 
 BASE = _session(
@@ -99,7 +98,13 @@ def _same_state(ours, gold):
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    benchmark = Benchmark({s.id: s for s in (BASE, MISS_FUNC)}, {"Lamp": DOCS}, _new_lamp, _same_state, _covers)
+    ids = [session_id(category, n) for category in CATEGORIES for n in range(200)]
+    fillers = {
+        id: _session(id, ("Look.",), (("look()",),), apis=("Lamp", "Fan")[: 1 + (i % 4 == 0)])
+        for i, id in enumerate(ids)
+    }
+    sessions = fillers | {session.id: session for session in (BASE, MISS_FUNC)}
+    benchmark = Benchmark(sessions, {"Lamp": DOCS, "Fan": ()}, _new_lamp, _same_state, _covers)
     monkeypatch.setattr(bfcl, "benchmark", lambda: benchmark)
     monkeypatch.setitem(SHARED, "colour", "red")
 
@@ -324,8 +329,8 @@ def test_a_session_that_is_over_or_not_begun():
         env.step("done")
     with pytest.raises(ValueError, match="over"):
         env.step("done")
-    with pytest.raises(ValueError, match="multi_turn_base_9"):
-        env.begin("multi_turn_base_9")
+    with pytest.raises(ValueError, match="multi_turn_base_900"):
+        env.begin("multi_turn_base_900")
 
 
 # ---- isolation, save and restore
@@ -414,7 +419,7 @@ def test_excluded_tools_are_not_in_the_prompt(form):
 
 def test_splits():
     train, evaluation = Bfcl("train"), Bfcl("eval")
-    assert (train.num_sessions, evaluation.num_sessions) == (100, 400)
+    assert (len(train.session_ids), len(evaluation.session_ids)) == (100, 400)
     assert [train.session_of(seed) for seed in range(3)] == [session_id("base", n) for n in (0, 74, 148)]
     assert [evaluation.session_of(seed) for seed in range(5)] == [
         "multi_turn_base_1",
@@ -435,6 +440,14 @@ def test_splits():
     assert Bfcl("eval", categories=["miss_param"]).session_of(1) == "multi_turn_miss_param_75"
 
 
+def test_sessions_of_some_apis():
+    # Of the toy sessions every fourth, and so every second of the even ones, needs the fan as well; base 0 does not.
+    lamp = Bfcl(apis=["Lamp"])
+    numbers = [int(id.rpartition("_")[2]) for id in lamp.session_ids]
+    assert numbers[:3] == [0, 74, 22] and set(numbers) == {0, *range(2, 200, 4)}
+    assert lamp.session_of(51) == lamp.session_of(0) == "multi_turn_base_0"
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -444,6 +457,9 @@ def test_splits():
         ({"categories": []}, "categories"),
         ({"tool_docs": "xml"}, "tool_docs: found 'xml', wanted one of compact, json"),
         ({"max_actions": 0}, "max_actions: found 0"),
+        ({"apis": ["Lmap"]}, "apis: .*wanted a list of Fan, Lamp"),
+        ({"apis": "Lamp"}, "apis"),
+        ({"apis": ["Fan"]}, "no session can be played"),
     ],
 )
 def test_bad_options(options, message):

@@ -7,7 +7,7 @@ its API classes and its checks here, not its executor, which evaluates model tex
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,8 +50,8 @@ class Bfcl:
 
     Split: CrEST (2.3 of its paper) trains on 100 base sessions and evaluates on 400 others, 100 per category, and does
     not say which. Session n of each category is a variant of base session n, so that here even n are to train, odd n
-    to evaluate: no evaluated session has a trained variant. Seeds run through the categories and numbers in a fixed
-    order that mixes the APIs, and wrap around at `num_sessions`.
+    to evaluate: no evaluated session has a trained variant. `session_ids` are the chosen categories' sessions that need
+    no other APIs than `apis` (all by default), in a fixed order that mixes them; seeds run through it and wrap around.
 
     Turn reward: 1 when the turn's end finds every API in the state that the ground truth leaves it in, and every
     ground-truth reply of the turn among the replies so far, by the benchmark's own `state_checker` and
@@ -68,6 +68,7 @@ class Bfcl:
         self,
         split: str = "train",
         categories: Sequence[str] | None = None,
+        apis: Sequence[str] | None = None,
         tool_docs: str = "compact",
         max_actions: int = 20,
     ) -> None:
@@ -81,12 +82,13 @@ class Bfcl:
             raise ValueError(f"tool_docs: found {tool_docs!r}, wanted one of {', '.join(TOOL_DOCS)}")
         if max_actions < 1:
             raise ValueError(f"max_actions: found {max_actions}, wanted at least 1")
-        self.split = split
-        self.categories = tuple(categories)
         self.tool_docs = tool_docs
         self.max_actions = max_actions
-        self.num_sessions = NUM_NUMBERS * len(self.categories)
         self._benchmark: Benchmark = benchmark()
+        known = set(self._benchmark.docs)
+        if apis is not None and (isinstance(apis, str) or not set(apis) <= known):
+            raise ValueError(f"apis: found {apis!r}, wanted a list of {', '.join(sorted(known))}")
+        self.session_ids = self._choose(split, categories, known if apis is None else set(apis))
         self._state: _State | None = None
 
     @property
@@ -101,9 +103,7 @@ class Bfcl:
 
     def session_of(self, seed: int) -> str:
         """The benchmark's id of the session that a seed names."""
-        place, category = divmod(seed % self.num_sessions, len(self.categories))
-        number = 2 * (place * _STRIDE % NUM_NUMBERS) + SPLITS.index(self.split)
-        return session_id(self.categories[category], number)
+        return self.session_ids[seed % len(self.session_ids)]
 
     def reset(self, seed: int) -> str:
         """Start session `session_of(seed)` and return its first request."""
@@ -150,6 +150,14 @@ class Bfcl:
             reward = 0.0
         request = self._next_request() if reward is not None else None
         return Step(observation=observation, turn_reward=reward, request=request, info=info)
+
+    def _choose(self, split: str, categories: Sequence[str], apis: Set[str]) -> tuple[str, ...]:
+        numbers = [2 * (place * _STRIDE % NUM_NUMBERS) + SPLITS.index(split) for place in range(NUM_NUMBERS)]
+        ids = [session_id(category, number) for number in numbers for category in categories]
+        chosen = tuple(id for id in ids if apis.issuperset(self._benchmark.sessions[id].api_names))
+        if not chosen:
+            raise ValueError(f"apis: found {sorted(apis)}, which no session can be played with; wanted more of them")
+        return chosen
 
     def _run(self, calls: Sequence[Call]) -> tuple[str | None, dict[str, Any]]:
         state = self._state
