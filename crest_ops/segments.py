@@ -59,11 +59,7 @@ def segment_std(values: Tensor, ids: Tensor, num_segments: int, *, unbiased: boo
     0 for segments of fewer than two members and, exactly, for equal members (there the gradient is 0 as well).
     values [N] real, ids [N] int in [-1, K), num_segments = K. Returns [K]. Differentiable in values.
     """
-    centered_N, ids_N = segment_center(values, ids, num_segments), ids.long()
-    count_K = (_size(ids_N, num_segments) - int(unbiased)).clamp(min=1)
-    variance_K = _sum(centered_N.square(), ids_N, num_segments) / count_K
-    zero_K = variance_K == 0
-    return torch.where(zero_K, 0, torch.where(zero_K, 1, variance_K).sqrt())
+    return _root_mean_square(segment_center(values, ids, num_segments), ids.long(), num_segments, unbiased)
 
 
 def segment_zscore(values: Tensor, ids: Tensor, num_segments: int, *, unbiased: bool, eps: float) -> Tensor:
@@ -75,9 +71,9 @@ def segment_zscore(values: Tensor, ids: Tensor, num_segments: int, *, unbiased: 
     """
     if not eps >= 0:
         raise ValueError(f"eps is {eps}, want eps >= 0")
-    scale_K = segment_std(values, ids, num_segments, unbiased=unbiased) + eps
-    scale_K = torch.where(scale_K == 0, 1, scale_K)
-    return segment_center(values, ids, num_segments) / segment_expand(scale_K, ids, fill=1.0)
+    centered_N = segment_center(values, ids, num_segments)
+    scale_K = _root_mean_square(centered_N, ids.long(), num_segments, unbiased) + eps
+    return centered_N / segment_expand(torch.where(scale_K == 0, 1, scale_K), ids, fill=1.0)
 
 
 def segment_softmax(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
@@ -154,6 +150,13 @@ def _size(ids_N: Tensor, num_segments: int) -> Tensor:
     """Members of each segment, [K] int64."""
     bucket_N = torch.where(ids_N < 0, num_segments, ids_N)
     return ids_N.new_zeros(num_segments + 1).index_add(0, bucket_N, torch.ones_like(ids_N))[:num_segments]
+
+
+def _root_mean_square(centered_N: Tensor, ids_N: Tensor, num_segments: int, unbiased: bool) -> Tensor:
+    count_K = (_size(ids_N, num_segments) - int(unbiased)).clamp(min=1)
+    mean_square_K = _sum(centered_N.square(), ids_N, num_segments) / count_K
+    zero_K = mean_square_K == 0
+    return torch.where(zero_K, 0, torch.where(zero_K, 1, mean_square_K).sqrt())
 
 
 def _max(values_N: Tensor, ids_N: Tensor, num_segments: int) -> Tensor:

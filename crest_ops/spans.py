@@ -35,6 +35,8 @@ class Spans:
     Raises ValueError naming the index: ids out of order, skipped or out of range, an action whose tokens are not one
     contiguous run, a turn without an action, a group without a trajectory, a wrong dtype, shape or device. On CUDA
     values are looked at under CREST_DEBUG=1 only.
+
+    The derived maps are computed once, at construction, so that compiled code only reads them.
     """
 
     action_of_token: Tensor
@@ -58,6 +60,9 @@ class Spans:
             )
         if checks_values(self.action_of_token):
             self._check_values()
+        for name, member in vars(Spans).items():
+            if isinstance(member, cached_property):
+                getattr(self, name)
 
     def _check_values(self) -> None:
         S, K, B = self.num_actions, self.num_turns, self.num_trajectories
@@ -180,9 +185,9 @@ class Spans:
         """B, trajectories without a turn included."""
         return self.group_of_trajectory.shape[0]
 
-    @cached_property
+    @property
     def num_groups(self) -> int:
-        """G; reads a value back from the device once."""
+        """G; reads a value back from the device."""
         return int(self.group_of_trajectory.max()) + 1 if self.num_trajectories else 0
 
     @cached_property

@@ -127,7 +127,7 @@ def test_gradients_of_expand_and_of_the_boundaries():
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("poison", [NAN, INF, -INF, 1e30])
 def test_outside_values_are_never_used(name, poison):
-    """Neither value nor gradient may change by a bit with what stands outside, and a NaN inside stays in its segment."""
+    """Neither value nor gradient changes by a bit with what stands outside, and a NaN inside stays in its segment."""
     clean = torch.tensor([0.3, 0.0, -0.5, 2.0, 0.7, 1.1, 0.2])
     outcomes = []
     for outside in (0.0, poison):

@@ -1,0 +1,99 @@
+"""METHODS and Signals: names, needs, missing and malformed signals; GRPO by hand."""
+
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+import torch
+
+from crest_ops.methods import METHODS
+from crest_ops.methods.grpo import GRPOConfig
+from crest_ops.reductions import token_mean
+from crest_ops.signals import Credit, Signals
+from crest_ops.spans import Spans
+
+# Trajectory 0: two turns of 1 and 2 tokens with tool output between; trajectory 1: one turn of 1 token.
+SPANS = Spans.from_mask(
+    torch.tensor([[0, 1, 0, 1, 1], [0, 0, 1, 0, 0]], dtype=torch.bool),
+    group=torch.tensor([0, 0]),
+    turn=torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]]),
+)
+EVERYTHING = Signals(
+    reward_B=torch.tensor([1.0, 0.0]),
+    turn_reward_K=torch.tensor([1.0, 0.0, 0.0]),
+    teacher_gap_N=torch.zeros(10),
+    surprisal_N=torch.ones(10),
+    entropy_N=torch.ones(10),
+)
+
+
+def test_grpo_by_hand():
+    credit = METHODS["grpo"].assign(SPANS, EVERYTHING, GRPOConfig(std_eps=0.0))
+    half = 0.5**0.5
+    torch.testing.assert_close(credit.credit_N, torch.tensor([0, half, 0, half, half, 0, 0, -half, 0, 0]))
+    torch.testing.assert_close(credit.token_weight_N, torch.tensor([0, 1 / 6, 0, 1 / 6, 1 / 6, 0, 0, 1 / 2, 0, 0]))
+    centred = METHODS["grpo"].assign(SPANS, EVERYTHING, GRPOConfig(scale="none", reduction="token_mean"))
+    torch.testing.assert_close(centred.credit_N, torch.tensor([0, 0.5, 0, 0.5, 0.5, 0, 0, -0.5, 0, 0]))
+    assert torch.equal(centred.token_weight_N, token_mean(SPANS))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_the_same_face(name):
+    method = METHODS[name]
+    config = method.Config()
+    with pytest.raises(FrozenInstanceError):
+        config.reduction = "action_mean"
+    credit = method.assign(SPANS, EVERYTHING)
+    assert isinstance(credit, Credit) and credit.distill_N is None and credit.distill_kind is None
+    assert credit.surrogate is config.surrogate
+    assert credit.credit_N.shape == credit.token_weight_N.shape == (10,)
+    assert not credit.credit_N[~SPANS.mask].any() and not credit.token_weight_N[~SPANS.mask].any()
+    doubled = method.assign(SPANS, EVERYTHING, replace(config, reduction="token_mean"), total=8)
+    assert torch.equal(doubled.token_weight_N, token_mean(SPANS, total=8))
+    for missing in method.needs:
+        with pytest.raises(ValueError, match=f"signal {missing} is missing"):
+            method.assign(SPANS, replace(EVERYTHING, **{missing: None}))
+        with pytest.raises(ValueError, match=rf"signal {missing} has shape \[11\], want"):
+            method.assign(SPANS, replace(EVERYTHING, **{missing: torch.zeros(11)}))
+        broken = getattr(EVERYTHING, missing).clone()
+        broken[1] = float("nan")
+        with pytest.raises(ValueError, match=rf"signal {missing}\[1\] is nan"):
+            method.assign(SPANS, replace(EVERYTHING, **{missing: broken}))
+    with pytest.raises(ValueError, match="reduction is 'median'"):
+        method.Config(reduction="median")
+    with pytest.raises(ValueError, match="std_eps is -1"):
+        method.Config(std_eps=-1)
+
+
+def test_crest_with_the_entropy_gate_needs_the_entropy():
+    crest = METHODS["crest"]
+    with pytest.raises(ValueError, match="signal entropy_N is missing"):
+        crest.assign(SPANS, replace(EVERYTHING, entropy_N=None), crest.Config(gate="entropy"))
+    crest.assign(SPANS, replace(EVERYTHING, surprisal_N=None), crest.Config(gate="entropy"))
+
+
+def test_a_batch_without_policy_tokens_gives_zeros():
+    spans = Spans.from_mask(torch.zeros(2, 3, dtype=torch.bool), group=torch.tensor([0, 0]))
+    given = Signals(
+        reward_B=torch.tensor([1.0, 0.0]),
+        turn_reward_K=torch.empty(0),
+        teacher_gap_N=torch.full((6,), float("nan")),
+        surprisal_N=torch.full((6,), float("nan")),
+    )
+    for name in METHODS:
+        credit = METHODS[name].assign(spans, given)
+        assert torch.equal(credit.credit_N, torch.zeros(6)) and torch.equal(credit.token_weight_N, torch.zeros(6))
+
+
+def test_unknown_names_are_answered_with_the_known_ones():
+    assert isinstance(METHODS, Mapping)
+    assert list(METHODS) == ["grpo", "turn_grpo", "crest"]
+    with pytest.raises(ValueError, match="method 'ppo' is unknown, want one of grpo, turn_grpo, crest"):
+        METHODS["ppo"]
+    assert "ppo" not in METHODS
+
+
+def test_needs_are_signals():
+    known = {field.name for field in fields(Signals)}
+    for method in METHODS.values():
+        assert set(method.needs) <= known
