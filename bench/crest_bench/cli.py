@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,7 +48,7 @@ def codegen(
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
-        Console().print(_table(rows))
+        Console(width=None if sys.stdout.isatty() else 140).print(_table(rows))
     path = csv or (RESULTS if RESULTS.parent.is_dir() else None)
     if path:
         report.write_csv(rows, path)
