@@ -170,6 +170,10 @@ def test_a_missing_extra_is_named(index, monkeypatch):
     with pytest.raises(fetching.FetchError, match=r'no_such_module_here: pip install "crest-ops\[envs\]"'):
         fetching.fetch(["toy"])
     assert index.calls == 0
+    monkeypatch.setitem(fetching.ASSETS, "toy", good)
+    fetching.fetch(["toy"])
+    monkeypatch.setitem(fetching.ASSETS, "toy", fetching.Asset(**{**vars(good), "needs": "no_such_module_here"}))
+    assert fetching.fetch(["toy"]) and index.calls == 1  # built, it needs nothing more
 
 
 def test_pip_that_fails_is_quoted(tmp_path, monkeypatch):

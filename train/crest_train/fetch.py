@@ -65,7 +65,8 @@ def fetch(names: Sequence[str]) -> dict[str, Path]:
     """
     assets = [_asset(name) for name in names]
     for asset in assets:
-        _require(asset)
+        if not _is_complete(asset, read_all=False):
+            _require(asset)
     return {asset.name: _fetch_one(asset) for asset in assets}
 
 
