@@ -254,7 +254,7 @@ class _Row:
         return request if template is None else template.format(request=request, gold=self.environment.gold())
 
     def _cut(self) -> None:
-        """The context is full: the turn under way fails, finished turns stay; nothing is kept behind the last action."""
+        """The context is full: the turn under way fails, finished turns stay, nothing stays behind the last action."""
         session = self.session
         self.over = session.cut = True
         last = session.actions[-1] if session.actions else Action(0, 0, 0)
