@@ -89,10 +89,10 @@ def crest_modulation(
     take lam in full, so the gate only holds back the others.
 
     sign, gap, gate: tensors of one shape; gate in [0, 1] from entropy_gate. Returns the same shape.
-    Raises ValueError: lam < 0, rho outside [0, 1], tau <= 0, eps outside [0, 1].
+    Raises ValueError: lam < 0 or infinite, rho outside [0, 1], tau <= 0, eps outside [0, 1].
     """
-    if not lam >= 0:
-        raise ValueError(f"lam is {lam}, want lam >= 0")
+    if not 0 <= lam < float("inf"):
+        raise ValueError(f"lam is {lam}, want lam >= 0 and finite")
     if not 0 <= rho <= 1:
         raise ValueError(f"rho is {rho}, want 0 <= rho <= 1")
     excess = agreement_weight(sign, gap, tau, eps) - 1

@@ -13,7 +13,8 @@ from torch import Tensor
 from .backend import debugging, resolve_backend
 
 OUTPUTS = ("logp", "entropy", "sum_sq_probs")
-OUT = -1e30  # a logit at or below it is out of the support, as -inf is
+OUT = -1e30  # stands for a logit that is out of the support
+LOWEST = -5e29  # no logit of the support is lower
 CHUNK_ELEMENTS = 1 << 18  # of the plain-torch backend's float32 working set, which so stays in cache
 
 
@@ -56,7 +57,7 @@ def token_stats(
 
     logits [..., V]: float16, bfloat16 or float32, any strides with a contiguous last dimension (others are copied
         once); computed in float32. float64 is computed in and returned as float64, by the torch backend (for gradient
-        checks). A logit <= -1e30 counts as -inf: out of the support, probability and gradient exactly 0.
+        checks). A logit <= -5e29 counts as -inf: out of the support, probability and gradient exactly 0.
     targets [...]: int64 or int32 ids, already shifted. `ignore_index` marks a row that is not wanted.
     mask [...] bool: True = wanted. A row that is not wanted is not read; its outputs and gradient are exactly 0.
     temperature: a number or a tensor [...], > 0. softcap: > 0 or None. logit_scale: > 0.
@@ -215,14 +216,14 @@ def _(targets, mask, temperature, num_columns, ignore_index):
 
 
 def scaled_logits(x_RV: Tensor, temperature_R1: Tensor, softcap: float, logit_scale: float):
-    """(z, z of what is out of the support, d z / d logits) with z = cap(logit_scale * x) / temperature."""
+    """(z, z that no column of the support goes below, d z / d logits) with z = cap(logit_scale * x) / temperature."""
     x_RV = x_RV.to(temperature_R1.dtype, copy=True).clamp_(min=OUT)
     if not softcap:
         scale_R1 = logit_scale / temperature_R1
-        return x_RV.mul_(scale_R1), OUT * scale_R1, scale_R1
+        return x_RV.mul_(scale_R1), LOWEST * scale_R1, scale_R1
     tanh_RV = torch.tanh(x_RV * (logit_scale / softcap))
-    z_RV = torch.where(x_RV <= OUT, OUT, softcap * tanh_RV).div_(temperature_R1)
-    return z_RV, OUT / temperature_R1, (1 - tanh_RV * tanh_RV).mul_(logit_scale / temperature_R1)
+    z_RV = torch.where(x_RV <= LOWEST, OUT, softcap * tanh_RV).div_(temperature_R1)
+    return z_RV, LOWEST / temperature_R1, (1 - tanh_RV * tanh_RV).mul_(logit_scale / temperature_R1)
 
 
 def stats_rows(
@@ -239,7 +240,7 @@ def stats_rows(
     max_R1 = z_RV.amax(1, keepdim=True)
     t_RV = z_RV.sub_(max_R1)
     t_target_R = t_RV.gather(1, target_R[:, None])[:, 0]
-    out_R = x_RV.gather(1, target_R[:, None])[:, 0] <= OUT
+    out_R = x_RV.gather(1, target_R[:, None])[:, 0] <= LOWEST
     e_RV = t_RV.exp()
     sum_R = e_RV.sum(1)
     log_sum_R = sum_R.log()
@@ -272,7 +273,7 @@ def grad_rows(
     rows = torch.arange(len(target_R), device=x_RV.device)
     grad_RV[rows, target_R] += grad_logp_R
     grad_RV.mul_(dz_RV)
-    dead_R = (x_RV[rows, target_R] <= OUT) | (
+    dead_R = (x_RV[rows, target_R] <= LOWEST) | (
         (grad_logp_R == 0) & (True if grad_entropy_R is None else grad_entropy_R == 0)
     )
     return grad_RV.masked_fill_(dead_R[:, None], 0)

@@ -46,9 +46,11 @@ class CrestConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, gate=("surprisal", "entropy"), scope=("batch", "trajectory", "turn"))
-        for name, low, high in (("lam", 0, float("inf")), ("eps", 0, 1), ("rho", 0, 1)):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name} is {getattr(self, name)}, want {low} <= {name} <= {high}")
+        if not 0 <= self.lam < float("inf"):
+            raise ValueError(f"lam is {self.lam}, want lam >= 0 and finite")
+        for name in ("eps", "rho"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, want 0 <= {name} <= 1")
         if not self.tau > 0:
             raise ValueError(f"tau is {self.tau}, want tau > 0")
 

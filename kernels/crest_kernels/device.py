@@ -9,6 +9,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Stands for a logit that is out of the support. Finite, so that m - m and 0 * x stay defined; far below any real logit.
 OUT = tl.constexpr(-1e30)
+LOWEST = tl.constexpr(-5e29)  # no logit of the support is lower
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 STATS_TILES = tl.constexpr(4)  # loads in flight, which share one running max per lane
 GRAD_TILES = tl.constexpr(8)
@@ -33,8 +34,16 @@ def to_logits(g, dtype: tl.constexpr):
     """Round to the dtype of the logits, to nearest even, as the hardware does (the interpreter cuts off)."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = g.to(tl.uint32, bitcast=True)
-        g = tl.where(g == g, (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True), g)
+        g = tl.where(g == g, ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True), g)
     return g.to(dtype)
+
+
+@triton.jit
+def multiply_subtract(x, a, b):
+    """a * x - b, rounded once: the hardware fuses the two, the interpreter is told to."""
+    if INTERPRETED:
+        return (x.to(tl.float64) * a - b).to(tl.float32)
+    return x * a - b
 
 
 @triton.jit
@@ -47,7 +56,7 @@ def tanh(u):
 @triton.jit
 def cap_logits(x, logit_scale, softcap):
     """softcap * tanh(logit_scale * x / softcap); what is out of the support stays out."""
-    return tl.where(x <= OUT, OUT, softcap * tanh(x * (logit_scale / softcap)))
+    return tl.where(x <= LOWEST, OUT, softcap * tanh(x * (logit_scale / softcap)))
 
 
 @triton.jit
@@ -80,7 +89,7 @@ def accumulate(xs, m, s, w, q, scale, logit_scale, softcap, SOFTCAP: tl.constexp
         x = xs[i].to(tl.float32)
         if SOFTCAP:
             x = cap_logits(x, logit_scale, softcap)
-        t = x * scale - m_new[:, None]
+        t = multiply_subtract(x, scale, m_new[:, None])
         e = tl.exp2(t)
         sum_e += e
         sum_et += e * t
@@ -101,12 +110,12 @@ def row_sums(
 
     A tile is [LANES, VEC] with VEC neighbouring logits (16 bytes) in one thread. The sums live per lane and meet once,
     after the loop, which so needs no barrier and no shuffle, and 1 + 1 / (STATS_TILES * VEC) exponentials per logit. A
-    row without support gives max <= OUT * scale.
+    row without support gives max <= LOWEST * scale.
     """
     TILE: tl.constexpr = LANES * VEC
     STEP: tl.constexpr = STATS_TILES * TILE
     columns = tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-    m = tl.full([LANES], OUT, tl.float32) * scale
+    m = tl.full([LANES], LOWEST, tl.float32) * scale
     s = tl.zeros([LANES], tl.float32)
     w = tl.zeros([LANES], tl.float32)
     q = tl.zeros([LANES], tl.float32)
@@ -130,9 +139,9 @@ def row_logp(row_ptr, y, num_columns, m, log2_sum, scale, logit_scale, softcap, 
     t = x
     if SOFTCAP:
         t = cap_logits(x, logit_scale, softcap)
-    logp = (t * scale - m - log2_sum) * LN2
+    logp = (multiply_subtract(t, scale, m) - log2_sum) * LN2
     logp = tl.where(logp > 0, 0.0, logp)
-    return tl.where(x <= OUT, float("-inf"), logp)
+    return tl.where(x <= LOWEST, float("-inf"), logp)
 
 
 @triton.jit

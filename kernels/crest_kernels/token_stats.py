@@ -12,11 +12,12 @@ import triton.language as tl
 from .device import (
     GRAD_TILES,
     LN2,
-    OUT,
+    LOWEST,
     STATS_TILES,
     cap_logits,
     load_logits,
     load_tiles,
+    multiply_subtract,
     row_logp,
     row_pointer,
     row_scale,
@@ -41,7 +42,7 @@ def store_stats(row, num_rows, num_columns, m, s, w, scale, logp, logp_ptr, entr
     -inf.
     """
     log2_sum = tl.log2(s)
-    empty = m <= OUT * scale
+    empty = m <= LOWEST * scale
     entropy = (log2_sum - w / s) * LN2
     entropy = tl.where(empty | (entropy < 0), 0.0, entropy)
     bound = tl.log2(num_columns.to(tl.float32)) * LN2
@@ -71,7 +72,7 @@ def token_stats_kernel(
     logp = row_logp(row_ptr, y, num_columns, m, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
     store_stats(row, num_rows, num_columns, m, s, w, scale, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr)
     if SUM_SQ:
-        tl.store(sum_sq_ptr + row, tl.where(m <= OUT * scale, 0.0, q / (s * s)))
+        tl.store(sum_sq_ptr + row, tl.where(m <= LOWEST * scale, 0.0, q / (s * s)))
 
 
 @triton.jit
@@ -82,10 +83,10 @@ def gradient_tile(
     derivative = 1.0
     if SOFTCAP:
         capped = cap_logits(x.to(tl.float32), logit_scale, softcap)
-        derivative = tl.where(capped <= OUT, 0.0, 1 - (capped / softcap) * (capped / softcap)) * logit_scale
-        t = capped * scale - log2_norm
+        derivative = tl.where(capped <= LOWEST, 0.0, 1 - (capped / softcap) * (capped / softcap)) * logit_scale
+        t = multiply_subtract(capped, scale, log2_norm)
     else:
-        t = x.to(tl.float32) * scale - log2_norm
+        t = multiply_subtract(x.to(tl.float32), scale, log2_norm)
     p = tl.exp2(t)
     g = p * (t * slope + const) if ENTROPY else p * const
     if SOFTCAP:
@@ -113,7 +114,7 @@ def token_stats_grad_kernel(
         g_entropy = tl.load(grad_entropy_ptr + row)
     row_ptr = row_pointer(logits_ptr, row, rows_per_batch, stride_batch, stride_row)
     x_y = load_logits(row_ptr + tl.maximum(y, 0), (y >= 0) & (y < num_columns), True)
-    if (y < 0) | (x_y.to(tl.float32) <= OUT) | ((g_logp == 0) & (g_entropy == 0)):
+    if (y < 0) | (x_y.to(tl.float32) <= LOWEST) | ((g_logp == 0) & (g_entropy == 0)):
         for start in tl.range(0, width, BLOCK):
             tl.store(out_ptr + start + columns, tl.zeros([BLOCK], DTYPE), mask=start + columns < width)
         return
