@@ -286,6 +286,22 @@ def test_the_segment_pass_is_the_method():
     torch.testing.assert_close(credit_N, on_tokens(CREDIT, outside=0.0), rtol=0, atol=1e-9)
 
 
+def test_a_mask_leaves_further_tokens_out_of_credit_and_statistics():
+    advantage_K = torch.tensor([1.0, -1, 0, -1, 1, 0], dtype=torch.float64)
+    mask = torch.ones(SPANS.num_tokens, dtype=torch.bool)
+    mask[3] = False  # rollout 0 keeps the surprisals 1, 1, 3, 1, 3: mean 9/5, variance 24/25
+    wanted = None
+    for outside in (0.0, NAN, INF):
+        gap, surprisal = on_tokens(GAP), on_tokens(SURPRISAL)
+        gap[3] = surprisal[3] = outside
+        found = crest_credit(advantage_K, gap, surprisal, SPANS, EXACT, mask=mask)
+        wanted = found if wanted is None else wanted
+        assert torch.equal(found, wanted) and found[3] == 0
+    z = -0.8 / 0.96**0.5
+    lam = 0.3 * (1 + 0.5 * (2 / (1 + math.exp(-z)) - 1))
+    assert wanted[2].item() == pytest.approx(1 + lam * 0.2214027582, abs=1e-9)
+
+
 def test_the_method_is_one_dynamic_graph():
     def credit(spans, given):
         return CREST.assign(spans, given, EXACT).credit_N
@@ -314,6 +330,7 @@ def test_bad_settings_are_named():
     for changes, message in (
         ({"lam": -0.1}, "lam is -0.1"),
         ({"lam": NAN}, "lam is nan"),
+        ({"lam": INF}, "lam is inf"),
         ({"eps": 1.5}, "eps is 1.5"),
         ({"rho": 2.0}, "rho is 2.0"),
         ({"tau": 0.0}, "tau is 0.0"),

@@ -79,10 +79,15 @@ def crest_credit(
     """
     inside_N = spans.mask if mask is None else spans.mask & mask
     advantage_N = torch.where(inside_N, segment_expand(turn_advantage.detach(), spans.turn_of_token), 0)
-    gap_N = torch.where(inside_N, teacher_gap.detach(), 0)
     gate_N = entropy_gate(uncertainty.detach(), spans, scope=config.scope, eps=config.std_eps, mask=mask)
     phi_N = crest_modulation(
-        advantage_N.sign(), gap_N, gate_N, lam=config.lam, eps=config.eps, tau=config.tau, rho=config.rho
+        advantage_N.sign(),
+        teacher_gap.detach(),
+        gate_N,
+        lam=config.lam,
+        eps=config.eps,
+        tau=config.tau,
+        rho=config.rho,
     )
     return (advantage_N * phi_N).to(advantage_N.dtype)
 
