@@ -1,4 +1,4 @@
-"""Rollouts: what they record is what the model does, whatever the architecture; stop rules; cuts; the teacher's stream."""
+"""Rollouts: what they record is what the model does, for any architecture; stop rules, cuts, the teacher stream."""
 
 import pytest
 import torch
@@ -205,3 +205,14 @@ def test_lockstep_smaller_than_the_batch():
     played = play(toy_model(), [Toy(2) for _ in range(5)], [1, 2, 3, 4, 5], rows=2)
     assert [session.seed for session in played.sessions] == [1, 2, 3, 4, 5]
     assert played.reached.all()
+
+
+def test_sampling_follows_the_probabilities_and_never_leaves_the_support():
+    logits = torch.tensor([float("-inf"), 1.0, 2.0, float("-inf"), 0.0, float("-inf")])
+    tokens, logps = rollouts._sample(logits.expand(20_000, -1), 2.0, torch.Generator().manual_seed(0))
+    wanted = (logits / 2.0).softmax(-1)
+    counts = torch.bincount(torch.tensor(tokens), minlength=6)
+    assert (counts[wanted == 0] == 0).all()
+    # 5 standard deviations of a binomial count
+    assert ((counts - 20_000 * wanted).abs() <= 5 * (20_000 * wanted * (1 - wanted)).sqrt()).all()
+    assert logps[:50] == pytest.approx([float(wanted.log()[token]) for token in tokens[:50]], abs=1e-6)

@@ -263,7 +263,7 @@ class _Row:
             session.turn_reward.append(0.0)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _play(
     model: PreTrainedModel, prompt: list[int], rows: list[_Row], generator: torch.Generator, temperature: float
 ) -> None:
@@ -290,8 +290,11 @@ def _play(
 
 
 def _sample(logits_RV: torch.Tensor, temperature: float, generator: torch.Generator) -> tuple[list[int], list[float]]:
+    """One token per row and its log-prob: where a uniform number falls among the summed probabilities."""
     logp_RV = (logits_RV / temperature).log_softmax(-1)
-    chosen_R1 = torch.multinomial(logp_RV.exp(), 1, generator=generator)
+    sum_RV = logp_RV.exp().cumsum(-1, dtype=torch.float64)
+    uniform_R1 = torch.rand(len(logp_RV), 1, dtype=torch.float64, device=logp_RV.device, generator=generator)
+    chosen_R1 = torch.searchsorted(sum_RV, uniform_R1 * sum_RV[:, -1:], right=True)
     return chosen_R1.squeeze(1).tolist(), logp_RV.gather(1, chosen_R1).squeeze(1).tolist()
 
 
