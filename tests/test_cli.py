@@ -1,0 +1,64 @@
+"""The command: what it prints, and that mistakes are one line and exit code 2."""
+
+import sys
+
+import pytest
+from crest_train.cli import main
+from toy import HINT, toy_model, toy_tokenizer
+
+
+def crest_train(monkeypatch, *arguments):
+    """Run the command; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["crest-train", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return stop.value.code or 0
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    toy_model().save_pretrained(tmp_path / "policy")
+    toy_tokenizer().save_pretrained(tmp_path / "policy")
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'[environment]\nname = "toy:Toy"\n[policy]\nmodel = "{tmp_path}/policy"\n'
+        "[rollout]\nsessions = 2\ngroup_size = 3\nmax_action_tokens = 3\n"
+        f'teacher_template = "{HINT}"\n[evaluation]\nsessions = 8\n'
+    )
+    return path
+
+
+def test_help_names_the_commands(monkeypatch, capsys):
+    assert crest_train(monkeypatch, "--help") == 0
+    said = capsys.readouterr().out
+    assert "run" in said and "fetch" in said
+    assert crest_train(monkeypatch, "run", "--help") == 0
+    said = capsys.readouterr().out
+    assert all(option in said for option in ("--method", "--steps", "--seed", "--output", "--threads"))
+
+
+def test_run_prints_progress_and_the_closing_table(monkeypatch, capsys, recipe, tmp_path):
+    options = ["--method", "turn_grpo", "--steps", 2, "--seed", 3, "--threads", 1, "--output", tmp_path / "out"]
+    assert crest_train(monkeypatch, "run", recipe, *options) == 0
+    said = capsys.readouterr().out
+    assert "step 1/2" in said and "step 2/2" in said and "turn_grpo on toy:Toy, 2 steps" in said
+    assert f"run folder: {tmp_path}/out" in said
+    written = (tmp_path / "out" / "config.toml").read_text()
+    assert 'name = "turn_grpo"' in written and "steps = 2" in written and "seed = 3" in written
+
+
+def test_mistakes_are_one_line_with_exit_code_2(monkeypatch, capsys, recipe, tmp_path):
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[training]\nstep = 1\n")
+    for arguments, words in (
+        (["run", bad], "unknown key 'training.step'; known keys here: steps"),
+        (["run", tmp_path / "none.toml"], "none.toml: could not be read"),
+        (["run", recipe, "--method", "cresst"], "unknown method 'cresst'; known: grpo, turn_grpo, crest"),
+        (["run", recipe, "--steps", "-1"], "training.steps"),
+        (["run", recipe, "--output", bad], "exists and holds no run"),
+        (["fetch", "smollm3"], "smollm3"),
+    ):
+        assert crest_train(monkeypatch, *arguments) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and "Traceback" not in said.err
+        assert said.err.count("\n") == 1 and said.err.startswith("error: ") and words in said.err

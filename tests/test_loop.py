@@ -1,0 +1,375 @@
+"""The loop: exact resume, same seed same run, gradients that no split changes, what a run leaves behind."""
+
+import json
+import math
+
+import pytest
+import torch
+from crest_train.chat import make_chat
+from crest_train.config import TrainingSection, load_config
+from crest_train.credit import assign_credit, rows_with_signal, session_reward
+from crest_train.environments import FIRST_HELD_OUT_SEED
+from crest_train.evaluate import evaluate
+from crest_train.imitation import imitate
+from crest_train.loop import session_seeds, train
+from crest_train.report import closing_table, grpo_reference
+from crest_train.rollouts import Sampling, rollout
+from crest_train.run_folder import RunFolder, find_run
+from crest_train.teacher import teacher_logp
+from crest_train.update import update
+from rich.console import Console
+from safetensors.torch import load_file
+from toy import HINT, Toy, toy_model, toy_tokenizer
+
+from crest_ops import Credit, PPOClip
+
+
+@pytest.fixture(scope="module")
+def policy_folder(tmp_path_factory):
+    """A policy that does about half of the toy's turns."""
+    folder = tmp_path_factory.mktemp("policy")
+    model, tokenizer = toy_model(), toy_tokenizer()
+    config = toy_config(folder, warm_start={"steps": 30, "rate": 3e-3, "sessions": 8})
+    imitate(model, make_chat(tokenizer), config, Console(quiet=True))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def toy_config(folder, **changes):
+    tables = {
+        "environment": {"name": "toy:Toy", "options": {"turns": 2}},
+        "policy": {"model": str(folder)},
+        "rollout": {"sessions": 3, "group_size": 4, "max_action_tokens": 3, "teacher_template": HINT},
+        "training": {"steps": 4, "rate": 1e-3, "rows_per_micro_batch": 4},
+        "evaluation": {"sessions": 20, "every": 2},
+        "run": {"seed": 1, "threads": 1, "checkpoint_every": 2},
+    }
+    return load_config(None, {key: tables.get(key, {}) | changes.get(key, {}) for key in {**tables, **changes}})
+
+
+def quiet_train(config, output):
+    return train(config, output, Console(quiet=True))
+
+
+def drawn(folder):
+    """The metrics that the seed decides."""
+    return [
+        {key: value for key, value in line.items() if not key.endswith("_seconds") and key != "peak_memory_mib"}
+        for line in folder.metrics()
+    ]
+
+
+def weights(folder):
+    return load_file(folder.checkpoint / "model.safetensors")
+
+
+def assert_same_run(one, other):
+    assert drawn(one) == drawn(other)
+    assert all(torch.equal(tensor, weights(other)[name]) for name, tensor in weights(one).items())
+
+
+@pytest.fixture(scope="module")
+def finished(policy_folder, tmp_path_factory):
+    return quiet_train(toy_config(policy_folder), tmp_path_factory.mktemp("runs") / "run")
+
+
+def test_same_seed_gives_the_same_run_and_another_does_not(policy_folder, finished, tmp_path):
+    assert_same_run(finished, quiet_train(toy_config(policy_folder), tmp_path / "again"))
+    other = quiet_train(toy_config(policy_folder, run={"seed": 2, "threads": 1}), tmp_path / "other")
+    assert drawn(other) != drawn(finished)
+
+
+@pytest.mark.parametrize("stop_at", ["between checkpoints", "before the renames", "between the renames"])
+def test_stopped_run_goes_on_as_if_it_had_not_been(policy_folder, finished, tmp_path, monkeypatch, stop_at):
+    config = toy_config(policy_folder)
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_, **__):
+        raise Stop
+
+    folder, log, save = tmp_path / "run", RunFolder.log, RunFolder.save
+    if stop_at == "between checkpoints":
+        monkeypatch.setattr(RunFolder, "log", lambda s, e, n, **v: log(s, e, n, **v) or (n == 3 and stop()))
+    else:
+        monkeypatch.setattr(
+            RunFolder, "save", lambda s, m, t, o, n: half_save(s, m, t, o, n) if n == 4 else save(s, m, t, o, n)
+        )
+
+    def half_save(run, model, tokenizer, optimizer, step):
+        model.save_pretrained(run.path / "checkpoint.tmp")
+        if stop_at == "between the renames":
+            run.checkpoint.rename(run.path / "checkpoint.old")
+        stop()
+
+    with pytest.raises(Stop):
+        quiet_train(config, folder)
+    monkeypatch.undo()
+    assert RunFolder(folder).saved_step() == 2
+    assert_same_run(quiet_train(config, folder), finished)
+
+
+def test_finished_run_is_left_as_it_is(policy_folder, finished):
+    before = (finished.path / "metrics.jsonl").read_text()
+    quiet_train(toy_config(policy_folder), finished.path)
+    assert (finished.path / "metrics.jsonl").read_text() == before
+
+
+def test_what_a_run_leaves(policy_folder, finished):
+    config = toy_config(policy_folder)
+    assert load_config(finished.path / "config.toml") == config
+    assert {path.name for path in finished.path.iterdir()} == {
+        "checkpoint",
+        "config.toml",
+        "curves.png",
+        "metrics.jsonl",
+        "trajectories.html",
+    }
+    events = [(line["event"], line["step"]) for line in finished.metrics()]
+    assert events[:2] == [("warm_start", 0), ("evaluation", 0)]
+    assert events[2:] == [
+        ("step", 1),
+        ("step", 2),
+        ("evaluation", 2),
+        ("step", 3),
+        ("step", 4),
+        ("evaluation", 4),
+    ]
+    step = finished.metrics()[2]
+    assert {"turn_success", "session_success", "loss", "entropy", "teacher_gap", "share_amplified"} <= set(step)
+    assert all(math.isfinite(value) for key, value in step.items() if key != "event")
+    page = (finished.path / "trajectories.html").read_text()
+    assert page.count("<h2>") == config.run.sessions_shown and "rgba(" in page and "<user>" not in page
+    console = Console(record=True, width=100, file=open("/dev/null", "w"))
+    console.print(closing_table(finished.metrics(), config))
+    for words in ("turn success (held out)", "session success", "tokens/s", "peak memory", "minutes"):
+        assert words in console.export_text(clear=False)
+
+
+def test_new_runs_get_folders_of_their_own(policy_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = toy_config(policy_folder)
+    assert str(find_run(config, None).path) == "runs/toy-Toy-crest-seed1"
+    for name in ("runs/toy-Toy-crest-seed1", "runs/toy-Toy-crest-seed1-2"):
+        (tmp_path / name).mkdir(parents=True)
+    assert str(find_run(config, None).path) == "runs/toy-Toy-crest-seed1-3"
+
+
+def test_output_that_holds_something_else_is_refused_unharmed(policy_folder, finished, tmp_path):
+    with pytest.raises(ValueError, match="holds a run with another configuration"):
+        quiet_train(toy_config(policy_folder, training={"steps": 9}), finished.path)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="exists and holds no run"):
+        quiet_train(toy_config(policy_folder), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
+def test_checkpoint_cut_in_half_is_noticed(policy_folder, tmp_path, name):
+    config = toy_config(policy_folder, training={"steps": 1})
+    folder = quiet_train(config, tmp_path / "run")
+    path = folder.checkpoint / name
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="checkpoint"):
+        quiet_train(config, folder.path)
+    assert path.read_bytes() == content[: len(content) // 2]
+    path.write_bytes(content)
+    quiet_train(config, folder.path)
+
+
+def test_bad_input_leaves_no_folder(policy_folder, tmp_path):
+    bare = toy_model()
+    bare.save_pretrained(tmp_path / "bare")
+    tokenizer = toy_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "bare")
+    for changes, complaint in (
+        ({"policy": {"model": str(tmp_path / "nothing")}}, "no model folder"),
+        ({"policy": {"model": str(tmp_path / "bare")}}, "no chat template"),
+        ({"method": {"name": "cresst"}}, "unknown method"),
+        ({"environment": {"name": "dsk"}}, "unknown environment"),
+        ({"environment": {"options": {"turn": 3}}}, "no option 'turn'"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            quiet_train(toy_config(policy_folder, **changes), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+
+def test_sessions_that_outgrow_the_context_are_told_once_and_train_on(policy_folder, tmp_path, capsys):
+    model = toy_model(context=12)
+    model.save_pretrained(tmp_path / "short")
+    toy_tokenizer().save_pretrained(tmp_path / "short")
+    console = Console(width=200)
+    folder = train(toy_config(tmp_path / "short"), tmp_path / "run", console)
+    said = capsys.readouterr().out
+    assert said.count("reached the model's context of 12 tokens") == 1
+    assert folder.metrics()[-1]["step"] == 4
+
+
+def play(model, toys, group_size=4, with_teacher=True, seed=0):
+    seeds = [1 + i // group_size for i in range(len(toys))]
+    sampling = Sampling(max_action_tokens=3, teacher_template=HINT if with_teacher else None)
+    chat, generator = make_chat(toy_tokenizer()), torch.Generator().manual_seed(seed)
+    return rollout(model, chat, toys, seeds, generator=generator, sampling=sampling)
+
+
+def test_teacher_log_probs_are_those_of_the_hinted_session():
+    model = toy_model()
+    played = play(model, [Toy(2, "be brief") for _ in range(3)] + [Toy(2)])
+    found = teacher_logp(model, played, [0, 2, 3], temperature=0.5, rows_per_micro_batch=2)
+    assert (found[1] == 0).all() and (found[~played.policy] == 0).all()
+    for row in (0, 2, 3):
+        session = played.sessions[row]
+        ids = torch.tensor([session.prompt + session.teacher_ids])
+        with torch.no_grad():
+            logp = (model.double()(ids).logits[0, :-1] / 0.5).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        model.float()
+        column = played.policy[row].nonzero().flatten()
+        wanted = logp[played.teacher_position[row, column] + len(session.prompt) - 1]
+        assert (found[row, column] - wanted).abs().max() < 1e-4
+
+
+def gradients_of(model, played, credit, **section):
+    """The gradient of one update, read off a plain gradient step."""
+    before = [weight.detach().clone() for weight in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = TrainingSection(minibatches=1, clip=1e9, **section)
+    metrics = update(model, optimizer, played, credit, options, temperature=0.8, generator=torch.Generator())
+    steps = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
+    for weight, old in zip(model.parameters(), before, strict=True):
+        weight.data.copy_(old)
+    return steps, metrics
+
+
+@pytest.mark.parametrize("system", ["", "be brief"])
+def test_gradient_is_that_of_the_plain_loss_however_it_is_split(system):
+    model = toy_model().double()
+    played = play(model, [Toy(k, system) for k in (1, 2, 3, 2, 1, 3)])
+    credit_BT = torch.randn(played.policy.shape, generator=torch.Generator().manual_seed(0)) * played.policy
+    credit_BT[2] = 0
+    weight = 1.0 / played.policy.sum()
+    credit = Credit(credit_BT.flatten(), weight.expand(played.policy.numel()).contiguous(), PPOClip(0.2, 0.28))
+
+    loss = 0.0
+    for row, session in enumerate(played.sessions):
+        ids = torch.tensor([session.prompt + session.ids])
+        logp = (model(ids).logits[0, :-1] / 0.8).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        at = played.policy[row, : len(session.ids)].nonzero().flatten()
+        ratio = (logp[at + len(session.prompt) - 1] - played.old_logp[row, at]).exp()
+        advantage = credit_BT[row, at].double()
+        loss = loss - (torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage) * weight).sum()
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+
+    for size in (1, 2, 32):
+        found, metrics = gradients_of(model, played, credit, rows_per_micro_batch=size)
+        assert metrics["trained_rows"] == 5
+        assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+        for one, other in zip(found, wanted, strict=True):
+            assert (one - other).abs().max() < 1e-5 * max(1.0, float(other.abs().max()))
+
+
+def test_update_without_signal_changes_nothing():
+    model = toy_model()
+    played = play(model, [Toy(1) for _ in range(4)])
+    credit = Credit(torch.zeros(played.policy.numel()), torch.ones(played.policy.numel()), PPOClip(0.2, 0.28))
+    steps, metrics = gradients_of(model, played, credit)
+    assert all((step == 0).all() for step in steps)
+    assert metrics["trained_rows"] == metrics["trained_tokens"] == metrics["loss"] == 0
+
+
+def outcome(rewards, reached=None, num_turns=None):
+    """A rollout with given turn rewards, two tokens an action and one action a turn."""
+    played = play(toy_model(), [Toy(1)])
+    rewards = torch.tensor(rewards)
+    played.turn_reward = rewards
+    played.reached = torch.ones_like(rewards, dtype=torch.bool) if reached is None else torch.tensor(reached)
+    played.num_turns = torch.tensor([rewards.shape[1]] * len(rewards) if num_turns is None else num_turns)
+    return played
+
+
+def test_session_rewards():
+    played = outcome([[1.0, 1.0, 0.0], [1.0, 0.5, 1.0], [1.0, 1.0, 0.0]], num_turns=[3, 3, 2])
+    assert session_reward(played, "all").tolist() == [0.0, 0.5, 1.0]
+    assert session_reward(played, "mean").tolist() == pytest.approx([2 / 3, 2.5 / 3, 1.0])
+
+
+def test_rows_with_signal_are_those_of_groups_that_differ():
+    played = outcome(
+        [[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]],
+        reached=[[True, True]] * 4 + [[True, False], [True, True]],
+    )
+    assert rows_with_signal(played, torch.tensor([0, 0, 1, 1, 2, 2])) == [2, 3, 4, 5]
+
+
+def test_turn_credit_of_a_rollout_by_hand():
+    """Turn 0: rewards 1, 0: advantages +-1/sqrt 2 (sample std sqrt .5); turn 1: both 1, no credit."""
+    model = toy_model()
+    played = play(model, [Toy(2), Toy(2)])
+    played.turn_reward = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
+    group = torch.tensor([0, 0])
+    section = load_config(None, {"method": {"name": "turn_grpo"}}).method
+    credit_BT = assign_credit(played, group, None, section).credit_N.view_as(played.policy)
+    for row, sign in ((0, 1), (1, -1)):
+        first = credit_BT[row][played.turn[row] == 0]
+        assert first.tolist() == pytest.approx([sign * 0.5 / math.sqrt(0.5)] * len(first), abs=1e-4)
+        assert (credit_BT[row][played.turn[row] != 0] == 0).all()
+
+
+def test_training_and_held_out_sessions_never_meet():
+    config = toy_config("x", run={"seed": 10**6}, rollout={"sessions": 5, "group_size": 2})
+    for step in (1, 2, 10**6):
+        seeds = session_seeds(config, step)
+        assert len(seeds) == 10 and max(seeds) < FIRST_HELD_OUT_SEED and min(seeds) >= 0
+    assert session_seeds(toy_config("x", run={"seed": 0}), 2) == [3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5]
+
+
+def test_evaluation_counts_turns_and_whole_sessions(policy_folder):
+    model, chat = toy_model(), make_chat(toy_tokenizer())
+    found = evaluate(model, chat, toy_config(policy_folder))
+    seeds = [FIRST_HELD_OUT_SEED + i for i in range(20)]
+    generator = torch.Generator().manual_seed(0)
+    sampling = Sampling(max_action_tokens=3)
+    played = rollout(model, chat, [Toy(2) for _ in seeds], seeds, generator=generator, sampling=sampling)
+    won = [sum(session.turn_reward) for session in played.sessions]
+    assert found["turn_success"] == pytest.approx(sum(won) / 40)
+    assert found["session_success"] == pytest.approx(won.count(2.0) / 20)
+
+
+def test_imitation_learns_with_and_without_hints(policy_folder):
+    model, chat = toy_model(), make_chat(toy_tokenizer())
+    config = toy_config(policy_folder, warm_start={"steps": 1}, environment={"options": {"system": "be brief"}})
+    first = imitate(model, chat, config, Console(quiet=True))["loss"]
+    config = toy_config(
+        policy_folder,
+        warm_start={"steps": 40, "rate": 3e-3},
+        environment={"options": {"system": "be brief"}},
+    )
+    assert imitate(model, chat, config, Console(quiet=True))["loss"] < 0.5 * first
+
+
+def test_grpo_reference_is_read_from_the_results_file(tmp_path):
+    path = tmp_path / "desk.csv"
+    default = load_config()
+    assert grpo_reference(default, path) is None
+    path.write_text(
+        "method,seed,step,turn_success,session_success\n"
+        "grpo,0,40,0.9,0.5\ngrpo,1,40,0.8,0.7\ngrpo,0,10,0.1,0.1\ncrest,0,40,1.0,1.0\n"
+    )
+    line = grpo_reference(default, path)
+    assert "mean of 2 seeds" in line and "turn success 0.850, session success 0.600" in line
+    assert grpo_reference(load_config(None, {"method": {"name": "grpo"}}), path) is None
+    assert grpo_reference(load_config(None, {"environment": {"options": {"num_turns": 4}}}), path) is None
+
+
+def test_metrics_line_cut_short_by_a_stop_is_dropped(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.log("step", 1, loss=0.5)
+    folder.log("step", 2, loss=0.25)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"event": "step", "step": 3})[:10])
+    assert [line["step"] for line in folder.metrics()] == [1, 2]
+    folder.forget_after(1)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"event": "step", "step": 1, "loss": 0.5}\n'
