@@ -84,16 +84,16 @@ def accumulate(xs, m, s, w, q, scale, logit_scale, softcap, SOFTCAP: tl.constexp
     m_new = tl.maximum(m, largest * scale)
     d = m - m_new
     a = tl.exp2(d)
-    sum_e, sum_et, sum_ee = 0.0, 0.0, 0.0
     for i in tl.static_range(STATS_TILES):
         x = xs[i].to(tl.float32)
         if SOFTCAP:
             x = cap_logits(x, logit_scale, softcap)
         t = multiply_subtract(x, scale, m_new[:, None])
         e = tl.exp2(t)
-        sum_e += e
-        sum_et += e * t
-        sum_ee += e * e
+        if i == 0:
+            sum_e, sum_et, sum_ee = e, e * t, e * e
+        else:
+            sum_e, sum_et, sum_ee = sum_e + e, sum_et + e * t, sum_ee + e * e
     w = a * (w + s * d) + tl.sum(sum_et, 1)
     s = a * s + tl.sum(sum_e, 1)
     if SUM_SQ:

@@ -54,6 +54,6 @@ def teacher_pair(logits, teacher_logits, targets, temperature, num_columns, logi
             num_rows, rows_per_batch, teacher_rows_per_batch, num_columns, stride_batch, stride_row,
             stride_teacher_batch, stride_teacher_row, int(temperature.numel() > 1), logit_scale, softcap,
             SOFTCAP=softcap > 0, LANES=lanes, VEC=vector, TEACHER_VEC=16 // teacher_logits.element_size(),
-            num_warps=num_warps,
+            num_warps=num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     return logp, entropy, lse, normaliser, teacher_logp

@@ -162,8 +162,9 @@ def tile_options(num_columns: int, element_size: int) -> tuple[int, int, int]:
     needs.
     """
     vector = 16 // element_size
-    lanes = min(128, max(32, triton.next_power_of_2(triton.cdiv(num_columns, STATS_TILES.value * vector))))
-    return lanes, vector, lanes // 32
+    warp = 64 if torch.version.hip else 32
+    lanes = min(128, max(warp, triton.next_power_of_2(triton.cdiv(num_columns, STATS_TILES.value * vector))))
+    return lanes, vector, lanes // warp
 
 
 def row_strides(logits: torch.Tensor) -> tuple[int, int, int]:
@@ -189,7 +190,7 @@ def token_stats(logits, targets, temperature, num_columns, logit_scale, softcap,
             logits, targets, temperature, logp, entropy, lse, sum_sq_probs, normaliser,
             num_rows, rows_per_batch, num_columns, stride_batch, stride_row, int(temperature.numel() > 1),
             logit_scale, softcap,
-            SOFTCAP=softcap > 0, SUM_SQ=sum_sq, LANES=lanes, VEC=vector, num_warps=num_warps,
+            SOFTCAP=softcap > 0, SUM_SQ=sum_sq, LANES=lanes, VEC=vector, num_warps=num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     return logp, entropy, lse, sum_sq_probs, normaliser
 
@@ -213,5 +214,6 @@ def token_stats_grad(
         logits, targets, temperature, entropy, normaliser, grad_logp, grad_logp if grad_entropy is None else
         grad_entropy, grad, num_rows, rows_per_batch, num_columns, width, stride_batch, stride_row,
         int(temperature.numel() > 1), stride_grad_batch, stride_grad_row, logit_scale, softcap,
-        ENTROPY=grad_entropy is not None, SOFTCAP=softcap > 0, BLOCK=lanes * vector, num_warps=num_warps,
+        ENTROPY=grad_entropy is not None, SOFTCAP=softcap > 0, BLOCK=lanes * vector,
+        num_warps=num_warps, enable_fp_fusion=True,
     )  # fmt: skip
