@@ -142,6 +142,7 @@ def test_what_a_run_leaves(policy_folder, finished):
     assert all(math.isfinite(value) for key, value in step.items() if key != "event")
     page = (finished.path / "trajectories.html").read_text()
     assert page.count("<h2>") == config.run.sessions_shown and "rgba(" in page and "<user>" not in page
+    assert page.count("<div>turn 1, ") == page.count("<div>turn 2, ") == config.run.sessions_shown
     console = Console(record=True, width=100, file=open("/dev/null", "w"))
     console.print(closing_table(finished.metrics(), config))
     for words in ("turn success (held out)", "session success", "tokens/s", "peak memory", "minutes"):

@@ -8,12 +8,12 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer with its keys and values in a buffer that doubles when full: a step copies only its own token.
+    """One layer with its keys and values in a buffer that grows by half when full: a step copies its own token.
 
     For inference: the buffer is written in place. `keys` and `values` are views of its filled part.
     """
 
-    initial_capacity = 128
+    least_spare = 128
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Append states [B, heads, new, width] and return all states so far."""
@@ -34,9 +34,9 @@ class GrowingLayer(DynamicLayer):
 
     def _grow(self, key_states: torch.Tensor, value_states: torch.Tensor, total: int) -> None:
         filled = self.get_seq_length()
-        capacity = max(self.initial_capacity, 2 * total)
+        capacity = total + max(self.least_spare, total // 2)
         key_buffer, value_buffer = (
-            states.new_zeros(*states.shape[:-2], capacity, states.shape[-1]) for states in (key_states, value_states)
+            states.new_empty(*states.shape[:-2], capacity, states.shape[-1]) for states in (key_states, value_states)
         )
         if filled:
             key_buffer[:, :, :filled], value_buffer[:, :, :filled] = self.keys, self.values

@@ -62,7 +62,7 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
         folder.restore_optimizer(optimizer)
         folder.forget_after(done)
         console.print(f"{folder.path} holds {done} of {config.training.steps} steps: going on", soft_wrap=True)
-    evaluate_once(folder, model, chat, config, done)
+    evaluate_once(folder, model, chat, config, done, console)
 
     total, with_teacher = config.training.steps, "teacher_gap_N" in method.needs
     cuts_told = False
@@ -127,7 +127,7 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
                 page = trajectories_page(title, batch, credit, tokenizer, config.run.sessions_shown)
                 folder.write("trajectories.html", page)
             if step == total or due(step, config.evaluation.every):
-                evaluate_once(folder, model, chat, config, step)
+                evaluate_once(folder, model, chat, config, step, console)
     finish(folder, config, console)
     return folder
 
@@ -161,10 +161,16 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def evaluate_once(folder: RunFolder, model: PreTrainedModel, chat: Chat, config: Config, step: int) -> None:
-    """Evaluate after `step` and log it, unless metrics.jsonl has it already."""
-    if not any(line["event"] == "evaluation" and line["step"] == step for line in folder.metrics()):
-        folder.log("evaluation", step, **evaluate(model, chat, config), peak_memory_mib=peak_memory_mib())
+def evaluate_once(
+    folder: RunFolder, model: PreTrainedModel, chat: Chat, config: Config, step: int, console: Console
+) -> None:
+    """Evaluate after `step`, log it and say it, unless metrics.jsonl has it already."""
+    if any(line["event"] == "evaluation" and line["step"] == step for line in folder.metrics()):
+        return
+    found = evaluate(model, chat, config)
+    folder.log("evaluation", step, **found, peak_memory_mib=peak_memory_mib())
+    words = "turn {turn_success:.3f}  session {session_success:.3f}".format(**found)
+    console.print(f"held out, after step {step}: {words}", highlight=False)
 
 
 def outcome_metrics(batch: Rollout) -> dict[str, float]:
