@@ -1,5 +1,8 @@
 """How much credit: a trajectory's or a turn's outcome against the rollouts that share its task.
 
+Every function takes `spans`, the Spans that say which rollouts share a task. unbiased: sample (True) or population
+(False) standard deviation; eps is added to it.
+
 Shape letters: K turns, B trajectories.
 """
 

@@ -1,9 +1,10 @@
 """Per-token weights that turn per-token losses into one number: loss = sum over n of weight_n * l_n.
 
-Every function returns token_weight [N] float32, exactly 0 where the policy did not write the token. The denominator is
-a count of the batch (tokens, actions, turns or trajectories); `total`, a number or 0-d tensor, replaces it where the
-batch is one piece of a larger one (data parallel, accumulation): pieces weighted with the same total add up to the
-whole. Spans that hold no policy token contribute 0 and are not counted. An all-masked batch gives zeros.
+Every function takes `spans`, the Spans of the N positions, and returns token_weight [N] float32, exactly 0 where the
+policy did not write the token. The denominator is a count of the batch (tokens, actions, turns or trajectories);
+`total`, a number or 0-d tensor, replaces it where the batch is one piece of a larger one (data parallel, accumulation):
+pieces weighted with the same total add up to the whole. Spans that hold no policy token contribute 0 and are not
+counted. An all-masked batch gives zeros.
 
 Shape letters: N token positions, S actions, K turns, B trajectories.
 """
