@@ -233,6 +233,17 @@ def test_teacher_log_probs_are_those_of_the_hinted_session():
         assert (found[row, column] - wanted).abs().max() < 1e-4
 
 
+def test_sessions_without_an_action_are_left_out_of_every_pass(policy_folder):
+    model, chat = toy_model(context=8), make_chat(toy_tokenizer())
+    played = play(model, [Toy(1), Toy(1, "say no be brief say a")], group_size=1)
+    assert played.policy.any(1).tolist() == [True, False]
+    found = teacher_logp(model, played, [0, 1], temperature=1.0, rows_per_micro_batch=1)
+    assert (found[1] == 0).all() and (found[0][played.policy[0]] < 0).all()
+    config = toy_config(policy_folder, warm_start={"steps": 1})
+    with pytest.raises(ValueError, match="no action fits into its context of 4 tokens"):
+        imitate(toy_model(context=4), chat, config, Console(quiet=True))
+
+
 def gradients_of(model, played, credit, **section):
     """The gradient of one update, read off a plain gradient step."""
     before = [weight.detach().clone() for weight in model.parameters()]

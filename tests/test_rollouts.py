@@ -187,8 +187,11 @@ def test_sessions_of_different_prompts_come_back_in_order():
     assert [session.seed for session in played.sessions] == [1, 2, 3, 4]
     prompts = [tokenizer.decode(session.prompt) for session in played.sessions]
     assert [prompt[:15] for prompt in prompts] == ["<sys> be brief ", "", "<sys> say no <u", "<sys> be brief "]
-    rows = [members for _, members in played.by_prompt([0, 1, 2, 3])]
-    assert rows == [[0, 3], [1], [2]]
+    shared = played.by_prompt([0, 1, 2, 3])
+    assert sorted(sorted(members) for _, members in shared) == [[0, 3], [1], [2]]
+    for prompt, members in shared:
+        assert all(played.sessions[row].prompt == prompt for row in members)
+        assert played.lengths[members].tolist() == sorted(played.lengths[members].tolist())
 
 
 def test_demonstrations_play_the_ground_truth():
@@ -199,6 +202,16 @@ def test_demonstrations_play_the_ground_truth():
     assert [toy.heard for toy in toys] == [toy.letters for toy in toys]
     assert (played.old_logp == 0).all()
     assert played.policy.sum(1).tolist() == [6, 4]  # a letter and the end of the action each
+
+
+def test_demonstration_stops_at_the_end_of_the_turn():
+    toy = Toy(2)
+    toy.gold = lambda: "no\nno\na\na"  # the turn is over, failed, after two
+    played = demonstrate(toy_model(), make_chat(toy_tokenizer()), [toy], [1], sampling=Sampling())
+    assert toy.heard == ["no", "no", "no", "no"] and played.turn_reward.tolist() == [[0, 0]]
+    toy.gold = lambda: " "
+    with pytest.raises(ValueError, match=r"gold\(\) is empty in turn 0 of session 1"):
+        demonstrate(toy_model(), make_chat(toy_tokenizer()), [toy], [1], sampling=Sampling())
 
 
 def test_lockstep_smaller_than_the_batch():

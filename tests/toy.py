@@ -36,7 +36,7 @@ class Toy:
     def step(self, action):
         self.heard.append(action)
         self.tries += 1
-        right = action == self.gold()
+        right = action == self.letters[self.turn]
         if not right and self.tries < 2:
             return Step(observation="no", info={"role": "error"})
         self.turn, self.tries = self.turn + 1, 0

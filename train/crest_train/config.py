@@ -83,7 +83,7 @@ class TrainingSection(Section):
     rate: float = Field(6e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = Field(1.0, gt=0)
-    rows_per_micro_batch: int = Field(32, ge=1)
+    rows_per_micro_batch: int = Field(8, ge=1)
 
 
 class EvaluationSection(Section):

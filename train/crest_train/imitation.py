@@ -13,7 +13,7 @@ from crest_train.config import Config
 from crest_train.display import progress
 from crest_train.environments import FIRST_HELD_OUT_SEED, make_environment
 from crest_train.evaluate import sampling_of
-from crest_train.model import logit_options, policy_logits, shared_prompt
+from crest_train.model import context_length, logit_options, policy_logits, shared_prompt
 from crest_train.rollouts import Rollout, demonstrate
 
 
@@ -45,15 +45,19 @@ def imitate(model: PreTrainedModel, chat: Chat, config: Config, console: Console
 
 def _accumulate(model: PreTrainedModel, played: Rollout, hinted: torch.Tensor, size: int) -> float:
     """Add the gradient of the mean negative log-prob over all written tokens, and return that mean."""
-    total = played.policy.sum()
+    total = int(played.policy.sum())
+    if not total:
+        raise ValueError(f"policy.model: no action fits into its context of {context_length(model)} tokens")
     loss = 0.0
     for with_hint in (False, True):
         ids_BT, written_BT = _stream(played, with_hint)
-        for prompt, members in played.by_prompt((hinted == with_hint).nonzero().flatten().tolist()):
+        chosen = (hinted == with_hint) & played.policy.any(1)
+        for prompt, members in played.by_prompt(chosen.nonzero().flatten().tolist()):
             with shared_prompt(model, prompt) as cache:
                 for start in range(0, len(members), size):
                     rows = members[start : start + size]
-                    ids, written = ids_BT[rows].to(model.device), written_BT[rows].to(model.device)
+                    length = int(written_BT[rows].any(0).nonzero().max()) + 1
+                    ids, written = (tensor[rows, :length].to(model.device) for tensor in (ids_BT, written_BT))
                     logits_RV = policy_logits(model, ids, written, cache())
                     stats = token_stats(logits_RV, ids[written], outputs=("logp",), **logit_options(model))
                     part = -stats.logp.sum() / total

@@ -88,9 +88,9 @@ class Rollout:
         return torch.tensor([len(session.ids) for session in self.sessions])
 
     def by_prompt(self, rows: list[int]) -> list[tuple[list[int], list[int]]]:
-        """The rows, as (prompt, the rows that share it), in the order of their first row."""
+        """The rows, as (prompt, the rows that share it); the shortest come first, so that parts need little padding."""
         shared: dict[tuple[int, ...], list[int]] = {}
-        for row in rows:
+        for row in sorted(rows, key=self.lengths.tolist().__getitem__):
             shared.setdefault(tuple(self.sessions[row].prompt), []).append(row)
         return [(list(prompt), members) for prompt, members in shared.items()]
 
@@ -155,15 +155,20 @@ def demonstrate(
     """The same sessions with the ground truth written in the policy's place; old_logp is 0.
 
     A line of it, or what stands before an end-of-action token, is one action; nothing limits an action's length.
+    Raises ValueError when an environment's gold() is empty.
     """
     began = time.perf_counter()
     end = chat.tokenizer.convert_ids_to_tokens(chat.end_token)
     rows = _begin(model, chat, environments, seeds, replace(sampling, max_action_tokens=0))
     for row in rows:
         while not row.over:
-            for action in row.environment.gold().replace(end, "\n").splitlines():
-                if action.strip() and not row.over:
-                    row.write_all([*chat.encode(action.strip()), chat.end_token])
+            turn = row.action.turn
+            lines = [line.strip() for line in row.environment.gold().replace(end, "\n").splitlines()]
+            if not any(lines):
+                raise ValueError(f"environment: gold() is empty in turn {turn} of session {row.session.seed}")
+            for line in filter(None, lines):
+                if not row.over and row.action.turn == turn:
+                    row.write_all([*chat.encode(line), chat.end_token])
     return _as_tensors([row.session for row in rows], sampling, time.perf_counter() - began)
 
 

@@ -20,14 +20,15 @@ def teacher_logp(
     Needs a rollout with a teacher stream. Runs without gradient, a shared prompt encoded once.
     """
     logp_BT = torch.zeros_like(rollout.old_logp)
-    for prompt, members in rollout.by_prompt(rows):
+    for prompt, members in rollout.by_prompt([row for row in rows if rollout.policy[row].any()]):
         with shared_prompt(model, prompt) as cache:
             for start in range(0, len(members), rows_per_micro_batch):
                 part = members[start : start + rows_per_micro_batch]
                 written = rollout.policy[part]
                 row_R, column_R = written.nonzero(as_tuple=True)
                 place_R = rollout.teacher_position[part][row_R, column_R]
-                teacher_ids = rollout.teacher_ids[part].to(model.device)
+                length = int(place_R.max()) + 1
+                teacher_ids = rollout.teacher_ids[part, :length].to(model.device)
                 hidden_BTH = hidden_states(model, teacher_ids, cache())
                 logits_RV = head_logits(model, hidden_BTH[row_R, place_R - 1])
                 stats = token_stats(
