@@ -15,7 +15,7 @@ from crest_train.loop import session_seeds, train
 from crest_train.report import closing_table, grpo_reference
 from crest_train.rollouts import Sampling, rollout
 from crest_train.run_folder import RunFolder, find_run
-from crest_train.teacher import teacher_logp
+from crest_train.teacher import teacher_gap
 from crest_train.update import update
 from rich.console import Console
 from safetensors.torch import load_file
@@ -109,6 +109,13 @@ def test_stopped_run_goes_on_as_if_it_had_not_been(policy_folder, finished, tmp_
     monkeypatch.undo()
     assert RunFolder(folder).saved_step() == 2
     assert_same_run(quiet_train(config, folder), finished)
+
+
+def test_start_that_came_to_nothing_leaves_no_trace(policy_folder, finished, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(toy_config(policy_folder))
+    folder.log("warm_start", 0, loss=9.0)
+    assert_same_run(quiet_train(toy_config(policy_folder), folder.path), finished)
 
 
 def test_finished_run_is_left_as_it_is(policy_folder, finished):
@@ -217,10 +224,10 @@ def play(model, toys, group_size=4, with_teacher=True, seed=0):
     return rollout(model, chat, toys, seeds, generator=generator, sampling=sampling)
 
 
-def test_teacher_log_probs_are_those_of_the_hinted_session():
+def test_teacher_gap_is_that_of_the_hinted_session():
     model = toy_model()
     played = play(model, [Toy(2, "be brief") for _ in range(3)] + [Toy(2)])
-    found = teacher_logp(model, played, [0, 2, 3], temperature=0.5, rows_per_micro_batch=2)
+    found = teacher_gap(model, played, [0, 2, 3], temperature=0.5, rows_per_micro_batch=2)
     assert (found[1] == 0).all() and (found[~played.policy] == 0).all()
     for row in (0, 2, 3):
         session = played.sessions[row]
@@ -230,15 +237,15 @@ def test_teacher_log_probs_are_those_of_the_hinted_session():
         model.float()
         column = played.policy[row].nonzero().flatten()
         wanted = logp[played.teacher_position[row, column] + len(session.prompt) - 1]
-        assert (found[row, column] - wanted).abs().max() < 1e-4
+        assert (found[row, column] - (wanted - played.old_logp[row, column])).abs().max() < 1e-4
 
 
 def test_sessions_without_an_action_are_left_out_of_every_pass(policy_folder):
     model, chat = toy_model(context=8), make_chat(toy_tokenizer())
     played = play(model, [Toy(1), Toy(1, "say no be brief say a")], group_size=1)
     assert played.policy.any(1).tolist() == [True, False]
-    found = teacher_logp(model, played, [0, 1], temperature=1.0, rows_per_micro_batch=1)
-    assert (found[1] == 0).all() and (found[0][played.policy[0]] < 0).all()
+    found = teacher_gap(model, played, [0, 1], temperature=1.0, rows_per_micro_batch=1)
+    assert (found[1] == 0).all() and (found[0][played.policy[0]] != 0).all()
     config = toy_config(policy_folder, warm_start={"steps": 1})
     with pytest.raises(ValueError, match="no action fits into its context of 4 tokens"):
         imitate(toy_model(context=4), chat, config, Console(quiet=True))

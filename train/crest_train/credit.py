@@ -56,19 +56,18 @@ def rows_with_signal(rollout: Rollout, group: torch.Tensor) -> list[int]:
 
 
 def assign_credit(
-    rollout: Rollout, group: torch.Tensor, teacher_logp: torch.Tensor | None, section: MethodSection
+    rollout: Rollout, group: torch.Tensor, teacher_gap: torch.Tensor | None, section: MethodSection
 ) -> Credit:
     """The credit of every token position of the rollout, read row by row (N = B*T).
 
-    group [B] int64: which task each session is a rollout of. teacher_logp [B,T], for methods that need a teacher.
+    group [B] int64: which task each session is a rollout of. teacher_gap [B,T], for methods that need a teacher.
     """
     method, config = make_method(section)
     spans = Spans.from_mask(rollout.policy, group=group, turn=rollout.turn)
-    old_logp_N = rollout.old_logp.flatten()
     signals = Signals(
         reward_B=session_reward(rollout, section.session_reward),
         turn_reward_K=rollout.turn_reward[spans.trajectory_of_turn, spans.turn_index],
-        teacher_gap_N=None if teacher_logp is None else teacher_logp.flatten() - old_logp_N,
-        surprisal_N=-old_logp_N,
+        teacher_gap_N=None if teacher_gap is None else teacher_gap.flatten(),
+        surprisal_N=-rollout.old_logp.flatten(),
     )
     return method.assign(spans, signals, config)

@@ -23,7 +23,7 @@ from crest_train.model import check_policy, context_length, load_pretrained
 from crest_train.report import closing_table, draw_curves, grpo_reference
 from crest_train.rollouts import Rollout, rollout
 from crest_train.run_folder import RunFolder, find_run
-from crest_train.teacher import teacher_logp
+from crest_train.teacher import teacher_gap
 from crest_train.trajectories import trajectories_page
 from crest_train.update import update
 from crest_train.warm_start import built_in_policy
@@ -88,9 +88,9 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
 
             # Teacher scoring, where a group has something to learn from.
             began = time.perf_counter()
-            teacher_BT = None
+            gap_BT = None
             if with_teacher:
-                teacher_BT = teacher_logp(
+                gap_BT = teacher_gap(
                     model,
                     batch,
                     rows_with_signal(batch, group),
@@ -100,7 +100,7 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
             scored = time.perf_counter()
 
             # Credit, loss, step.
-            credit = assign_credit(batch, group, teacher_BT, config.method)
+            credit = assign_credit(batch, group, gap_BT, config.method)
             metrics = update(
                 model,
                 optimizer,
@@ -113,7 +113,7 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
             stepped = time.perf_counter()
 
             # Log.
-            metrics |= outcome_metrics(batch) | teacher_metrics(batch, credit, teacher_BT)
+            metrics |= outcome_metrics(batch) | teacher_metrics(batch, credit, gap_BT)
             metrics |= {
                 "rollout_seconds": batch.seconds,
                 "teacher_seconds": scored - began,
@@ -184,12 +184,12 @@ def outcome_metrics(batch: Rollout) -> dict[str, float]:
     }
 
 
-def teacher_metrics(batch: Rollout, credit: Credit, teacher_BT: torch.Tensor | None) -> dict[str, float]:
+def teacher_metrics(batch: Rollout, credit: Credit, gap_BT: torch.Tensor | None) -> dict[str, float]:
     """Over the tokens with credit: mean teacher gap (nats), and the share where it points the way the credit does."""
     with_credit = (credit.credit_N != 0).view_as(batch.policy)
-    if teacher_BT is None or not with_credit.any():
+    if gap_BT is None or not with_credit.any():
         return {}
-    gap = (teacher_BT - batch.old_logp)[with_credit]
+    gap = gap_BT[with_credit]
     agrees = gap * credit.credit_N.view_as(batch.policy)[with_credit] > 0
     return {"teacher_gap": float(gap.mean()), "share_amplified": float(agrees.float().mean())}
 

@@ -50,8 +50,9 @@ class RunFolder:
             (path / "checkpoint.old").rename(self.checkpoint)
 
     def begin(self, config: Config) -> None:
-        """Make the folder and write the resolved configuration into it."""
+        """Make the folder and write the resolved configuration into it; what a start that came to nothing left goes."""
         self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "metrics.jsonl").unlink(missing_ok=True)
         self.write("config.toml", to_toml(config))
 
     def write(self, name: str, text: str) -> None:

@@ -12,14 +12,14 @@ from crest_train.rollouts import Rollout
 
 
 @torch.no_grad()
-def teacher_logp(
+def teacher_gap(
     model: PreTrainedModel, rollout: Rollout, rows: list[int], *, temperature: float, rows_per_micro_batch: int
 ) -> torch.Tensor:
-    """Log-prob [B,T] float32 of each policy token of the given rows under the self-teacher; 0 elsewhere.
+    """Self-teacher minus policy log-prob [B,T] float32 of each policy token of the given rows; 0 elsewhere.
 
     Needs a rollout with a teacher stream. Runs without gradient, a shared prompt encoded once.
     """
-    logp_BT = torch.zeros_like(rollout.old_logp)
+    gap_BT = torch.zeros_like(rollout.old_logp)
     for prompt, members in rollout.by_prompt([row for row in rows if rollout.policy[row].any()]):
         with shared_prompt(model, prompt) as cache:
             for start in range(0, len(members), rows_per_micro_batch):
@@ -38,7 +38,6 @@ def teacher_logp(
                     outputs=("logp",),
                     **logit_options(model),
                 )
-                logp_part = torch.zeros_like(rollout.old_logp[part])
-                logp_part[row_R, column_R] = stats.logp.cpu()
-                logp_BT[part] = logp_part
-    return logp_BT
+                at = torch.tensor(part)[row_R], column_R
+                gap_BT[at] = stats.logp.cpu() - rollout.old_logp[at]
+    return gap_BT
