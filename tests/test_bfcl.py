@@ -130,6 +130,8 @@ def _started(id="multi_turn_base_0", **options):
         ("[]", [], True),
         ("", [], True),
         ("done", [], True),
+        ("done()", [], True),
+        ("f()\ndone()", [("f", (), {})], True),
         ("The file was moved. (I think.)", [], True),
         ("I do not know which file you mean", [], True),
     ],
@@ -155,6 +157,7 @@ def test_parse(text, calls, ends):
         ("x = f()", "made of calls"),
         ("import os\nf()", "made of calls"),
         ("done\nf()", "made of calls"),
+        ("done\nf()\ndone", "made of calls"),
         ("# f()", "made of calls"),
         ("[]  # f()", "made of calls"),
         ("[f(), 3]", "made of calls"),
@@ -465,3 +468,17 @@ def test_sessions_of_some_apis():
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         Bfcl(**options)
+
+
+def test_the_recipe_is_a_configuration_for_this_environment():
+    from pathlib import Path
+
+    from crest_train.config import load_config
+
+    config = load_config(Path(__file__).parents[1] / "train" / "recipes" / "bfcl_smollm2.toml")
+    assert (config.environment.name, config.policy.model, config.method.name) == ("bfcl", "smollm2", "crest")
+    trained = config.environment.options | {"apis": None}
+    evaluated = config.held_out_options() | {"apis": None}
+    assert not {id.rpartition("_")[2] for id in Bfcl(**trained).session_ids} & {
+        id.rpartition("_")[2] for id in Bfcl(**evaluated).session_ids
+    }

@@ -1,7 +1,8 @@
 """Tool calls as text: parsing without evaluating, and running one on API instances of the caller's own.
 
 An action holds calls as BFCL writes them, `[cd(folder='a'), ls()]`, or bare, or one a line; arguments are Python
-literals. `done`, alone or on the last line, ends the turn, and so does a message without any call (BFCL's rule).
+literals. `done` or `done()`, alone or on the last line, ends the turn, and so does a message without any call (BFCL's
+rule).
 """
 
 import ast
@@ -55,7 +56,7 @@ class Result:
 def parse(action: str) -> tuple[list[Call], bool]:
     """The calls of an action, and whether it ends the turn. Raises BadCall for what looks like calls and is none."""
     text = action.strip("` \t\r\n").removeprefix("python\n")
-    if text in ("", "[]", DONE) or not _LOOKS_LIKE_A_CALL.search(text):
+    if text in ("", "[]") or not _LOOKS_LIKE_A_CALL.search(text):
         return [], True
     if len(text) > MAX_CHARACTERS:
         raise BadCall(f"Error: {len(text)} characters are too long for an action; the limit is {MAX_CHARACTERS}")
@@ -69,7 +70,7 @@ def parse(action: str) -> tuple[list[Call], bool]:
         raise
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
         raise BadCall(f"Error: this is not a call that can be read: {_reason(error)}") from None
-    if not calls:
+    if not calls and not ends_turn:
         raise BadCall(_NO_CALL)
     return calls, ends_turn
 
@@ -105,7 +106,7 @@ def find_tool(name: str, instances: Mapping[str, Any]) -> Any | None:
 
 
 def _is_done(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Name) and statement.value.id == DONE
+    return isinstance(statement, ast.Expr) and ast.unparse(statement.value) in (DONE, f"{DONE}()")
 
 
 def _calls_of(statement: ast.stmt) -> list[Call]:
