@@ -8,6 +8,8 @@ from crest_train.credit import make_method
 from crest_train.environments import ENVIRONMENTS, FIRST_HELD_OUT_SEED, make_environment
 from toy import Toy
 
+from crest_ops import PPOClip
+
 RECIPES = Path(__file__).parents[1] / "train" / "recipes"
 
 
@@ -98,3 +100,10 @@ def test_methods_by_name():
         make_method(section.model_copy(update={"options": {"lambda": 1}}))
     with pytest.raises(ValueError, match="method.options: "):
         make_method(section.model_copy(update={"options": {"tau": -1.0}}))
+    with pytest.raises(ValueError, match="method.options: .*hihg"):
+        make_method(section.model_copy(update={"options": {"surrogate": {"hihg": 0.3}}}))
+
+
+def test_a_table_changes_the_surrogates_fields():
+    section = load_config(None, {"method": {"name": "grpo", "options": {"surrogate": {"high": 0.5}}}}).method
+    assert make_method(section)[1].surrogate == PPOClip(0.2, 0.5)

@@ -263,21 +263,25 @@ def gradients_of(model, played, credit, **section):
     return steps, metrics
 
 
+@pytest.mark.parametrize("surrogate", [PPOClip(0.2, 0.28), PPOClip(0.2, 0.28, level="trajectory", ratio="sum")])
 @pytest.mark.parametrize("system", ["", "be brief"])
-def test_gradient_is_that_of_the_plain_loss_however_it_is_split(system):
+def test_gradient_is_that_of_the_plain_loss_however_it_is_split(system, surrogate):
     model = toy_model().double()
     played = play(model, [Toy(k, system) for k in (1, 2, 3, 2, 1, 3)])
     credit_BT = torch.randn(played.policy.shape, generator=torch.Generator().manual_seed(0)) * played.policy
     credit_BT[2] = 0
     weight = 1.0 / played.policy.sum()
-    credit = Credit(credit_BT.flatten(), weight.expand(played.policy.numel()).contiguous(), PPOClip(0.2, 0.28))
+    credit = Credit(credit_BT.flatten(), weight.expand(played.policy.numel()).contiguous(), surrogate)
 
     loss = 0.0
     for row, session in enumerate(played.sessions):
         ids = torch.tensor([session.prompt + session.ids])
         logp = (model(ids).logits[0, :-1] / 0.8).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         at = played.policy[row, : len(session.ids)].nonzero().flatten()
-        ratio = (logp[at + len(session.prompt) - 1] - played.old_logp[row, at]).exp()
+        logp = logp[at + len(session.prompt) - 1]
+        ratio = (logp - played.old_logp[row, at]).exp()
+        if surrogate.level == "trajectory":
+            ratio = ratio.detach().prod() * (logp - logp.detach()).exp()
         advantage = credit_BT[row, at].double()
         loss = loss - (torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage) * weight).sum()
     wanted = torch.autograd.grad(loss, list(model.parameters()))

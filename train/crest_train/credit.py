@@ -3,6 +3,7 @@
 B = sessions, T = token positions, N = B*T, K = turns that hold an action (over all sessions).
 """
 
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -27,10 +28,17 @@ def make_method(section: MethodSection) -> tuple[Any, Any]:
     for option in section.options:
         if option not in known:
             raise ValueError(f"method.options: {section.name} has no option {option!r}; known: {', '.join(known)}")
+    defaults = method.Config()
     try:
-        return method, method.Config(**section.options)
+        options = {name: _replaced(getattr(defaults, name), value) for name, value in section.options.items()}
+        return method, replace(defaults, **options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"method.options: {error}") from error
+
+
+def _replaced(default: Any, value: Any) -> Any:
+    """The value; a table for a field that is itself a dataclass (the surrogate) changes that one's fields."""
+    return replace(default, **value) if is_dataclass(default) and isinstance(value, dict) else value
 
 
 def session_reward(rollout: Rollout, kind: str) -> torch.Tensor:

@@ -4,12 +4,13 @@ B = sessions, T = token positions, N = B*T, R = policy-written positions of a mi
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from crest_ops import Credit, PolicyLoss, policy_loss
+from crest_ops import Credit, PolicyLoss, Spans, policy_loss
 from crest_train.config import TrainingSection
 from crest_train.model import logit_options, policy_logits, shared_prompt
 from crest_train.rollouts import Rollout
@@ -81,6 +82,11 @@ def _loss(
     def written(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view_as(rollout.policy)[rows, :length].to(model.device)[policy_BT]
 
+    spans = None
+    if credit.surrogate.level != "token":
+        turn_BT = rollout.turn[rows, :length].to(model.device)
+        spans = Spans.from_mask(policy_BT, group=torch.arange(len(rows), device=model.device), turn=turn_BT)
+        spans = replace(spans, action_of_token=spans.action_of_token[spans.mask])  # of the written positions alone
     return policy_loss(
         policy_logits(model, ids_BT, policy_BT, cache),
         ids_BT[policy_BT],
@@ -88,6 +94,7 @@ def _loss(
         token_weight=written(credit.token_weight_N),
         old_logp=written(rollout.old_logp),
         surrogate=credit.surrogate,
+        spans=spans,
         temperature=temperature,
         **logit_options(model),
     )
