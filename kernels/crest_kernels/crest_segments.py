@@ -109,7 +109,9 @@ def crest_segments(
     """
     value, slope, ratio, phi = (torch.empty_like(logp) for _ in range(4))
     clipped = torch.empty_like(live)
-    if ends.numel() and logp.numel():
+    if not logp.numel():
+        return value, slope, ratio, clipped, phi
+    with torch.cuda.device_of(logp):
         crest_segments_kernel[(ends.numel(),)](
             logp, teacher_logp, old_logp, uncertainty, live, turn_of_token, turn_advantage, weight, ends,
             value, slope, ratio, clipped, phi,

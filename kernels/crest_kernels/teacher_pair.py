@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from .device import row_logp, row_pointer, row_scale, row_sums
-from .token_stats import row_strides, store_stats, store_unwanted, tile_options
+from .token_stats import LENGTHS, row_strides, store_stats, store_unwanted, tile_options
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*LENGTHS, "teacher_rows_per_batch"])
 def teacher_pair_kernel(
     logits_ptr, teacher_ptr, target_ptr, temperature_ptr, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr,
     teacher_logp_ptr, num_rows, rows_per_batch, teacher_rows_per_batch, num_columns, stride_batch, stride_row,
@@ -45,10 +45,12 @@ def teacher_pair(logits, teacher_logits, targets, temperature, num_columns, logi
         torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(4)
     )
     normaliser = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
-    if num_rows:
-        lanes, vector, num_warps = tile_options(num_columns, logits.element_size())
-        rows_per_batch, stride_batch, stride_row = row_strides(logits)
-        teacher_rows_per_batch, stride_teacher_batch, stride_teacher_row = row_strides(teacher_logits)
+    if not num_rows:
+        return logp, entropy, lse, normaliser, teacher_logp
+    lanes, vector, num_warps = tile_options(num_columns, logits.element_size())
+    rows_per_batch, stride_batch, stride_row = row_strides(logits)
+    teacher_rows_per_batch, stride_teacher_batch, stride_teacher_row = row_strides(teacher_logits)
+    with torch.cuda.device_of(logits):
         teacher_pair_kernel[(num_rows,)](
             logits, teacher_logits, targets, temperature, logp, entropy, lse, normaliser, teacher_logp,
             num_rows, rows_per_batch, teacher_rows_per_batch, num_columns, stride_batch, stride_row,

@@ -26,6 +26,8 @@ from .device import (
     to_logits,
 )
 
+LENGTHS = ["num_rows", "rows_per_batch"]  # a kernel is compiled once for batches of any length
+
 
 @triton.jit
 def store_unwanted(row, num_rows, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr):
@@ -53,7 +55,7 @@ def store_stats(row, num_rows, num_columns, m, s, w, scale, logp, logp_ptr, entr
     tl.store(normaliser_ptr + num_rows + row, log2_sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def token_stats_kernel(
     logits_ptr, target_ptr, temperature_ptr, logp_ptr, entropy_ptr, lse_ptr, sum_sq_ptr, normaliser_ptr,
     num_rows, rows_per_batch, num_columns, stride_batch, stride_row, stride_temperature, logit_scale, softcap,
@@ -94,7 +96,7 @@ def gradient_tile(
     return g
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def token_stats_grad_kernel(
     logits_ptr, target_ptr, temperature_ptr, entropy_ptr, normaliser_ptr, grad_logp_ptr, grad_entropy_ptr, grad_ptr,
     num_rows, rows_per_batch, num_columns, width, stride_batch, stride_row, stride_temperature,
@@ -183,9 +185,11 @@ def token_stats(logits, targets, temperature, num_columns, logit_scale, softcap,
     logp, entropy, lse = (torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(3))
     sum_sq_probs = torch.empty(num_rows if sum_sq else 0, dtype=torch.float32, device=logits.device)
     normaliser = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
-    if num_rows:
-        lanes, vector, num_warps = tile_options(num_columns, logits.element_size())
-        rows_per_batch, stride_batch, stride_row = row_strides(logits)
+    if not num_rows:
+        return logp, entropy, lse, sum_sq_probs, normaliser
+    lanes, vector, num_warps = tile_options(num_columns, logits.element_size())
+    rows_per_batch, stride_batch, stride_row = row_strides(logits)
+    with torch.cuda.device_of(logits):
         token_stats_kernel[(num_rows,)](
             logits, targets, temperature, logp, entropy, lse, sum_sq_probs, normaliser,
             num_rows, rows_per_batch, num_columns, stride_batch, stride_row, int(temperature.numel() > 1),
@@ -210,10 +214,12 @@ def token_stats_grad(
     lanes, vector, num_warps = tile_options(width, logits.element_size())
     rows_per_batch, stride_batch, stride_row = row_strides(logits)
     _, stride_grad_batch, stride_grad_row = row_strides(grad)
-    token_stats_grad_kernel[(num_rows,)](
-        logits, targets, temperature, entropy, normaliser, grad_logp, grad_logp if grad_entropy is None else
-        grad_entropy, grad, num_rows, rows_per_batch, num_columns, width, stride_batch, stride_row,
-        int(temperature.numel() > 1), stride_grad_batch, stride_grad_row, logit_scale, softcap,
-        ENTROPY=grad_entropy is not None, SOFTCAP=softcap > 0, BLOCK=lanes * vector,
-        num_warps=num_warps, enable_fp_fusion=True,
-    )  # fmt: skip
+    with torch.cuda.device_of(logits):
+        token_stats_grad_kernel[(num_rows,)](
+            logits, targets, temperature, entropy, normaliser,
+            grad_logp, grad_logp if grad_entropy is None else grad_entropy, grad,
+            num_rows, rows_per_batch, num_columns, width, stride_batch, stride_row, int(temperature.numel() > 1),
+            stride_grad_batch, stride_grad_row, logit_scale, softcap,
+            ENTROPY=grad_entropy is not None, SOFTCAP=softcap > 0, BLOCK=lanes * vector,
+            num_warps=num_warps, enable_fp_fusion=True,
+        )  # fmt: skip
