@@ -378,13 +378,15 @@ def test_grpo_reference_is_read_from_the_results_file(tmp_path):
     default = load_config()
     assert grpo_reference(default, path) is None
     path.write_text(
-        "method,seed,step,turn_success,session_success\n"
-        "grpo,0,40,0.9,0.5\ngrpo,1,40,0.8,0.7\ngrpo,0,10,0.1,0.1\ncrest,0,40,1.0,1.0\n"
+        "turns,method,seed,step,turn_success,session_success\n"
+        "8,grpo,0,40,0.9,0.5\n8,grpo,1,40,0.8,0.7\n8,grpo,0,10,0.1,0.1\n8,crest,0,40,1.0,1.0\n16,grpo,0,40,0.2,0.1\n"
     )
     line = grpo_reference(default, path)
     assert "mean of 2 seeds" in line and "turn success 0.850, session success 0.600" in line
     assert grpo_reference(load_config(None, {"method": {"name": "grpo"}}), path) is None
     assert grpo_reference(load_config(None, {"environment": {"options": {"num_turns": 4}}}), path) is None
+    assert "0.200" in grpo_reference(load_config(None, {"environment": {"options": {"num_turns": 16}}}), path)
+    assert grpo_reference(load_config(None, {"environment": {"options": {"coupled": 0.9}}}), path) is None
 
 
 def test_metrics_line_cut_short_by_a_stop_is_dropped(tmp_path):

@@ -7,10 +7,10 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from crest_train.config import Config, EnvironmentSection
+from crest_train.config import Config, PolicySection
 
 REFERENCE_RESULTS = Path(__file__).parents[1] / "results" / "desk.csv"
-"""Held-out success of earlier runs on the default sessions: method, seed, step, turn_success, session_success."""
+"""Held-out success of earlier runs (desk.py beside it): turns, method, seed, step, turn_success, session_success, ..."""
 
 _PANELS = (
     ("success", ("turn_success", "session_success")),
@@ -48,13 +48,14 @@ def closing_table(lines: list[dict[str, Any]], config: Config) -> Table:
 
 
 def grpo_reference(config: Config, results: Path = REFERENCE_RESULTS) -> str | None:
-    """Where GRPO was after as many steps on the same sessions; None where no earlier run says so."""
-    if config.environment != EnvironmentSection() or config.method.name == "grpo" or not results.is_file():
+    """Where GRPO was after as many steps on sessions of as many turns; None where no earlier run says so."""
+    options = {"num_turns": 8, **config.environment.options}
+    known = config.environment.name == "desk" and options.keys() == {"num_turns"} and config.policy == PolicySection()
+    if not known or config.method.name == "grpo" or not results.is_file():
         return None
+    sought = ("grpo", str(options["num_turns"]), str(config.training.steps))
     with open(results, newline="", encoding="utf-8") as file:
-        rows = [
-            row for row in csv.DictReader(file) if row["method"] == "grpo" and int(row["step"]) == config.training.steps
-        ]
+        rows = [row for row in csv.DictReader(file) if (row["method"], row["turns"], row["step"]) == sought]
     if not rows:
         return None
     turn, session = (sum(float(row[key]) for row in rows) / len(rows) for key in ("turn_success", "session_success"))
