@@ -10,7 +10,7 @@ from rich.table import Table
 from crest_train.config import Config, PolicySection
 
 REFERENCE_RESULTS = Path(__file__).parents[1] / "results" / "desk.csv"
-"""Held-out success of earlier runs (desk.py beside it): turns, method, seed, step, turn_success, session_success, ..."""
+"""Held-out success of earlier runs, by desk.py beside it: turns, method, seed, step, turn_success, session_success."""
 
 _PANELS = (
     ("success", ("turn_success", "session_success")),
