@@ -1,16 +1,19 @@
-"""Which code runs an op: plain torch or the Triton kernels. Resolved here and nowhere else."""
+"""Which code runs an op, plain torch or the Triton kernels, and when values are looked at: decided here, nowhere else."""
 
 import importlib.util
 import os
 
 import torch
+from torch import Tensor
 
 BACKENDS = ("auto", "torch", "triton")
 
 
-def debugging() -> bool:
-    """True under CREST_DEBUG=1: checks that need a device sync are made, and raise ValueError."""
-    return os.environ.get("CREST_DEBUG") == "1"
+def checks_values(tensor: Tensor) -> bool:
+    """True where looking at values costs no device sync (CPU, not being compiled) or CREST_DEBUG=1 asks for it."""
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.device.type == "cpu" or os.environ.get("CREST_DEBUG") == "1"
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -21,15 +21,14 @@ from .policy_loss import (
 from .segments import segment_expand
 from .spans import Spans
 from .surrogates import PPOClip, SurrogateValue
-from .token_stats import (
+from .token_stats import logits_gradient, stats_torch
+from .vocabulary import (
     FLOAT_DTYPES,
     as_batch,
     as_rows,
     check_per_token,
     check_vocabulary_arguments,
     is_writable_in_place,
-    logits_gradient,
-    stats_torch,
 )
 
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .spans import Spans, checks_values
+from .backend import checks_values
+from .spans import Spans
 from .surrogates import MAX_LOG_RATIO, PPOClip, Surrogate
-from .token_stats import FLOAT_DTYPES, check_per_token, stats_tensors
+from .token_stats import stats_tensors
+from .vocabulary import FLOAT_DTYPES, check_per_token
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .spans import Spans, checks_values
+from .backend import checks_values
+from .spans import Spans
 
 
 @dataclass(frozen=True, eq=False)

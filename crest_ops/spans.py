@@ -3,19 +3,13 @@
 Shape letters: N token positions, S actions, K turns, B trajectories, G groups, T padded length, M segments of a stream.
 """
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-
-def checks_values(tensor: Tensor) -> bool:
-    """True where looking at values costs no device sync (CPU, not being compiled) or CREST_DEBUG=1 asks for it."""
-    if torch.compiler.is_compiling():
-        return False
-    return tensor.device.type == "cpu" or os.environ.get("CREST_DEBUG") == "1"
+from .backend import checks_values
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,112 @@
+"""What every vocabulary op asks of its arguments: shapes, dtypes, devices and values, checked before any work.
+
+Shape letters: N tokens, V vocabulary, B batch, T rows of a batch entry (N = B * T).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .backend import checks_values
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_vocabulary_arguments(logits, targets, mask, temperature, softcap, logit_scale, vocab_size) -> int:
+    """Check what shapes, dtypes and devices say, before any work. Returns the number of valid columns."""
+    if not isinstance(logits, Tensor) or logits.dim() < 1 or logits.dtype not in FLOAT_DTYPES:
+        found = f"{[*logits.shape]} {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"logits is {found}, want [..., V] of float16, bfloat16, float32 or float64")
+    rows = logits.shape[:-1]
+    check_per_token("targets", targets, rows, (torch.int64, torch.int32), logits.device)
+    if mask is not None:
+        check_per_token("mask", mask, rows, (torch.bool,), logits.device)
+    if isinstance(temperature, Tensor):
+        check_per_token("temperature", temperature, rows, FLOAT_DTYPES, logits.device)
+    else:
+        check_positive("temperature", temperature)
+    if softcap is not None:
+        check_positive("softcap", softcap)
+    check_positive("logit_scale", logit_scale)
+    width = logits.shape[-1]
+    if vocab_size is None:
+        vocab_size = width
+    if not 1 <= vocab_size <= width:
+        raise ValueError(f"vocab_size is {vocab_size}, want 1 <= vocab_size <= {width}, the last dimension of logits")
+    return vocab_size
+
+
+def check_per_token(name: str, tensor, shape, dtypes, device) -> None:
+    """`tensor` has exactly this shape (nothing is broadcast), one of these dtypes, and lies on this device."""
+    wanted = f"{[*shape]} of {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} is {type(tensor).__name__}, want a tensor {wanted}")
+    if tensor.shape != shape or tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {[*tensor.shape]} {str(tensor.dtype).removeprefix('torch.')}, want {wanted}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, want {device}, where logits are")
+
+
+def check_positive(name: str, value) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}, want a number > 0")
+
+
+def as_batch(logits: Tensor) -> Tensor:
+    """logits [..., V] as [B, T, V] with a contiguous last dimension, without a copy where strides allow it."""
+    width = logits.shape[-1]
+    if logits.stride(-1) != 1 and width > 1:
+        logits = logits.contiguous()
+    if logits.dim() == 3:
+        return logits
+    return logits.reshape(1, -1, width)
+
+
+def as_rows(temperature: float | Tensor, logits: Tensor) -> Tensor:
+    """[N] per-token temperatures, or [1] for a number, in the dtype of the arithmetic."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if isinstance(temperature, Tensor):
+        return temperature.detach().reshape(-1).to(dtype)
+    return torch.full((1,), temperature, dtype=dtype, device=logits.device)
+
+
+def is_writable_in_place(logits: Tensor) -> bool:
+    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        return False
+    if logits.dim() != 3 and logits.numel() and logits.reshape(1, -1, logits.shape[-1]).data_ptr() != logits.data_ptr():
+        return False
+    return all(stride > 0 or size <= 1 for size, stride in zip(logits.shape, logits.stride(), strict=True))
+
+
+@torch.library.custom_op("crest::wanted_targets", mutates_args=())
+def wanted_targets(
+    targets: Tensor, mask: Tensor | None, temperature: Tensor, num_columns: int, ignore_index: int
+) -> Tensor:
+    """int64 targets with -1 where the row is not wanted; values of targets and temperature checked."""
+    wanted = targets != ignore_index
+    if mask is not None:
+        wanted = wanted & mask
+    good_target = ~wanted | ((targets >= 0) & (targets < num_columns))
+    good_temperature = (temperature > 0) & (temperature < math.inf)
+    if temperature.numel() > 1:
+        good_temperature = good_temperature | ~wanted
+    if checks_values(targets):
+        if not good_target.all():
+            at = int((~good_target).nonzero()[0])
+            raise ValueError(
+                f"targets[{at}] is {int(targets[at])} (positions counted row by row), want 0 <= target < "
+                f"{num_columns}, or ignore_index = {ignore_index}"
+            )
+        if not good_temperature.all():
+            at = int((~good_temperature).nonzero()[0])
+            raise ValueError(f"temperature[{at}] is {float(temperature[at])}, want a number > 0")
+    else:
+        torch._assert_async(good_target.all(), "targets must lie in [0, vocab_size) or be ignore_index")
+        torch._assert_async(good_temperature.all(), "temperature must be > 0")
+    return torch.where(wanted, targets, -1).to(torch.int64)
+
+
+@wanted_targets.register_fake
+def _(targets, mask, temperature, num_columns, ignore_index):
+    return torch.empty_like(targets, dtype=torch.int64)
