@@ -1,4 +1,4 @@
-"""Which code runs an op, plain torch or the Triton kernels, and when values are looked at: decided here, nowhere else."""
+"""Which code runs an op, plain torch or Triton, and when values are looked at: decided here and nowhere else."""
 
 import importlib.util
 import os
