@@ -80,6 +80,9 @@ def turn_advantage(turn_reward: Tensor, spans: Spans, *, unbiased: bool = True, 
 
 
 def _check_length(name: str, values: Tensor, length: int, letters: str) -> None:
+    if not isinstance(values, Tensor) or values.is_complex():
+        found = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"{name} is {found}, want a real tensor {letters} = [{length}]")
     if [*values.shape] != [length]:
         raise ValueError(f"{name} has shape {[*values.shape]}, want {letters} = [{length}]")
 

@@ -28,8 +28,9 @@ def agreement_weight(sign: Tensor, gap: Tensor, tau: float, eps: float) -> Tenso
     The exponent is clamped to +-20 (RLSD's code); that s = 0 is neutral also for a gap of inf or NaN is this project's.
 
     sign, gap: tensors of one shape; gap = teacher minus student log-prob of the realised token. Returns the same shape.
-    Raises ValueError: tau <= 0 or eps outside [0, 1].
+    Raises ValueError: tau <= 0, eps outside [0, 1] or two shapes.
     """
+    _check_one_shape(sign=sign, gap=gap)
     if not tau > 0:
         raise ValueError(f"tau is {tau}, want tau > 0")
     if not 0 <= eps <= 1:
@@ -42,7 +43,9 @@ def direction_gate(sign: Tensor, gap: Tensor) -> Tensor:
     """True where the teacher agrees with the verified direction: g = [s * gap > 0].
 
     CrEST, arXiv 2608.13179. sign, gap: tensors of one shape. Returns the same shape, bool.
+    Raises ValueError: two shapes.
     """
+    _check_one_shape(sign=sign, gap=gap)
     return sign * gap > 0
 
 
@@ -62,7 +65,8 @@ def entropy_gate(
     the population std. Equal uncertainties (one token included) give exactly 0.5; positions outside the spans give 0.5.
 
     uncertainty [N] real, looked at inside the spans only. mask [N] bool: True = trained on; further positions to leave
-    out of the statistics (they give 0.5). Returns [N] in (0, 1). Raises ValueError: unknown scope.
+    out of the statistics (they give 0.5). Returns [N] in (0, 1). Raises ValueError: unknown scope, a
+    mask of another shape or dtype.
     """
     if scope == "batch":
         ids_N, num = spans.mask.int() - 1, 1
@@ -73,6 +77,8 @@ def entropy_gate(
     else:
         raise ValueError(f"scope is {scope!r}, want 'batch', 'trajectory' or 'turn'")
     if mask is not None:
+        if mask.shape != ids_N.shape or mask.dtype != torch.bool:
+            raise ValueError(f"mask is {[*mask.shape]} {mask.dtype}, want {[*ids_N.shape]} bool")
         ids_N = torch.where(mask, ids_N, -1)
     return segment_zscore(uncertainty, ids_N, num, unbiased=False, eps=eps).sigmoid()
 
@@ -89,12 +95,19 @@ def crest_modulation(
     take lam in full, so the gate only holds back the others.
 
     sign, gap, gate: tensors of one shape; gate in [0, 1] from entropy_gate. Returns the same shape.
-    Raises ValueError: lam < 0 or infinite, rho outside [0, 1], tau <= 0, eps outside [0, 1].
+    Raises ValueError: lam < 0 or infinite, rho outside [0, 1], tau <= 0, eps outside [0, 1], two shapes.
     """
     if not 0 <= lam < float("inf"):
         raise ValueError(f"lam is {lam}, want lam >= 0 and finite")
     if not 0 <= rho <= 1:
         raise ValueError(f"rho is {rho}, want 0 <= rho <= 1")
+    _check_one_shape(sign=sign, gap=gap, gate=gate)
     excess = agreement_weight(sign, gap, tau, eps) - 1
     strength = (lam * (1 + rho * (2 * gate - 1))).clamp(0, lam)
     return torch.where(direction_gate(sign, gap), 1 + strength * excess, 1)
+
+
+def _check_one_shape(**tensors: Tensor) -> None:
+    shapes = {name: [*tensor.shape] for name, tensor in tensors.items()}
+    if any(shape != shapes["sign"] for shape in shapes.values()):
+        raise ValueError(f"shapes are {', '.join(f'{name} {shape}' for name, shape in shapes.items())}, want one shape")

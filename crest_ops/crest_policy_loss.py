@@ -15,12 +15,13 @@ from .policy_loss import (
     check_loss_arguments,
     finite_where,
     live_positions,
+    log_ratio,
     mean_where,
     with_gradient,
 )
 from .segments import segment_expand
 from .spans import Spans
-from .surrogates import PPOClip, SurrogateValue
+from .surrogates import MAX_LOG_RATIO, PPOClip, SurrogateValue
 from .token_stats import logits_gradient, stats_torch
 from .vocabulary import (
     FLOAT_DTYPES,
@@ -73,8 +74,12 @@ def crest_policy_loss(
     """
     if not isinstance(spans, Spans):
         raise ValueError(f"spans is {type(spans).__name__}, want Spans")
+    if not isinstance(config, CrestConfig):
+        raise ValueError(f"config is {type(config).__name__}, want CrestConfig")
     check_loss_arguments(logits, targets, {"token_weight": token_weight, "old_logp": old_logp}, spans)
-    num_columns = check_vocabulary_arguments(logits, targets, mask, temperature, softcap, logit_scale, vocab_size)
+    num_columns = check_vocabulary_arguments(
+        logits, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index
+    )
     _check_teacher(teacher_logits, logits, num_columns)
     check_per_token("turn_advantage", turn_advantage, (spans.num_turns,), FLOAT_DTYPES, logits.device)
     backend = resolve_backend(backend, logits.device, logits.dtype)
@@ -95,9 +100,11 @@ def crest_policy_loss(
     old_N = new_N if old_logp is None else finite_where("old_logp", old_logp.reshape(-1), live_N).to(new_N.dtype)
     advantage_K = finite_where("turn_advantage", turn_advantage, torch.ones_like(turn_advantage, dtype=torch.bool))
     advantage_K = advantage_K.to(new_N.dtype)
+    teacher_logp_N = finite_where("log-prob of teacher_logits", teacher_logp_N, live_N, True)
     uncertainty_N = (-old_N if config.gate == "surprisal" else entropy_N).clamp(max=1e30)
 
     surrogate = config.surrogate
+    log_ratio_N = log_ratio(new_N, None if old_logp is None else old_N)
     if backend == "triton" and type(surrogate) is PPOClip and surrogate.level == "token":
         value_N, slope_N, ratio_N, clipped_N, phi_N = torch.ops.crest.crest_segments(
             new_N, teacher_logp_N, old_N, uncertainty_N, live_N, spans.turn_of_token, advantage_K, weight_N,
@@ -106,20 +113,19 @@ def crest_policy_loss(
         )  # fmt: skip
         found = SurrogateValue(value_N, slope_N, clipped_N, ratio_N)
     else:
-        possible_N = old_N > -torch.inf
-        gap_N = torch.where(possible_N, teacher_logp_N - torch.where(possible_N, old_N, 0), 0)
+        gap_N = torch.where(old_N == -torch.inf, 0, teacher_logp_N - old_N)
         credit_N = crest_credit(advantage_K, gap_N, uncertainty_N, spans, config, mask=live_N)
-        log_ratio_N = torch.where(new_N == old_N, 0, new_N - old_N)
-        found = surrogate.evaluate(log_ratio_N, credit_N, spans, mask=live_N, logp=new_N.clamp(min=-1e30))
-        value_N, slope_N = weight_N * found.value, weight_N * torch.where(new_N > -torch.inf, found.slope, 0)
+        counted_N = torch.where(new_N == -torch.inf, -MAX_LOG_RATIO, new_N)
+        found = surrogate.evaluate(log_ratio_N, credit_N, spans, mask=live_N, logp=counted_N)
+        value_N, slope_N = weight_N * found.value, weight_N * torch.where(new_N == -torch.inf, 0, found.slope)
         advantage_N = segment_expand(advantage_K, spans.turn_of_token)
         phi_N = torch.where(live_N, torch.where(advantage_N == 0, 1, credit_N / advantage_N), 0)
 
-    log_ratio_N = torch.where(new_N == old_N, 0, new_N - old_N)
     metrics = batch_metrics(found, entropy_N, log_ratio_N, live_N)
     metrics["phi_mean"] = mean_where(phi_N, live_N)
     metrics["amplified"] = mean_where((phi_N > 1).to(phi_N.dtype), live_N)
-    metrics["gap_mean"] = mean_where((teacher_logp_N - old_N).nan_to_num(0, 0, 0), live_N)
+    both_N = live_N & (teacher_logp_N != -torch.inf) & (old_N != -torch.inf)
+    metrics["gap_mean"] = mean_where(teacher_logp_N - old_N, both_N)
     shape = targets.shape
     return PolicyLoss(
         with_gradient(value_N.sum(), logp_N, slope_N, None, None),

@@ -4,6 +4,7 @@ backward.
 Shape letters: N tokens (all of `targets`, row by row), V vocabulary.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from .backend import checks_values
 from .spans import Spans
-from .surrogates import MAX_LOG_RATIO, PPOClip, Surrogate
+from .surrogates import MAX_LOG_RATIO, PPOClip, Surrogate, check_surrogate
 from .token_stats import stats_tensors
 from .vocabulary import FLOAT_DTYPES, check_per_token
 
@@ -23,8 +24,8 @@ class PolicyLoss:
 
     loss: scalar, differentiable. logp, entropy, ratio (of old and new policy), clipped (bool): per token, shaped like
     `targets`, detached, 0 where masked. metrics: scalar tensors over the batch's own unmasked tokens, for logging:
-    entropy, ratio_mean, ratio_max, clip_ratio, approx_kl (k3 of old_logp), kl (k3 of ref_logp, where given),
-    num_tokens.
+    entropy, ratio_mean, ratio_max, clip_ratio, approx_kl (mean of r - 1 - log r, r = exp(logp - old_logp)), kl (mean k3
+    of ref_logp, where given), num_tokens.
     """
 
     loss: Tensor
@@ -75,7 +76,8 @@ def policy_loss(
     inplace: backward overwrites the logits with their gradient, and bumps their version; a second backward raises.
 
     Masked positions have no part in value, gradient or metrics, whatever logits, credit or log-probs hold there.
-    A target outside the support (logp = -inf) has gradient 0; its log-ratio counts as -20 in the value and its k3 as 0.
+    A target outside the support (logp = -inf) has gradient 0; its log-prob and log-ratio count as -20 in the value and
+    in the mean of its span, its k3 as 0. A NaN in an unmasked row of logits makes the loss and the row's gradient NaN.
 
     Raises ValueError naming the argument: shapes, dtypes, devices, non-finite values at unmasked positions (on a GPU a
     device-side assert, or ValueError under CREST_DEBUG=1), kl_coef without ref_logp, and whatever `token_stats`
@@ -91,6 +93,9 @@ def policy_loss(
     check_loss_arguments(logits, targets, per_token, spans)
     if kl_coef and ref_logp is None:
         raise ValueError(f"kl_coef is {kl_coef}, but ref_logp is None: pass ref_logp, or kl_coef=0")
+    _check_finite_number("kl_coef", kl_coef)
+    _check_finite_number("entropy_coef", entropy_coef)
+    check_surrogate(surrogate)
     logp, entropy, _, _ = stats_tensors(
         logits,
         targets,
@@ -112,9 +117,10 @@ def policy_loss(
         name: finite_where(name, value.reshape(-1), live_N) for name, value in per_token.items() if value is not None
     }
 
-    possible_N = new_N > -torch.inf
-    log_ratio_N = new_N - given["old_logp"].to(new_N.dtype) if old_logp is not None else torch.zeros_like(new_N)
-    found = surrogate.evaluate(log_ratio_N, given["credit"], spans, mask=live_N, logp=new_N.clamp(min=-1e30))
+    possible_N = new_N != -torch.inf
+    counted_N = torch.where(possible_N, new_N, -MAX_LOG_RATIO)
+    log_ratio_N = log_ratio(new_N, given.get("old_logp"))
+    found = surrogate.evaluate(log_ratio_N, given["credit"], spans, mask=live_N, logp=counted_N)
     value_N, slope_N = found.value, found.slope
     if importance_weight is not None:
         value_N, slope_N = value_N * given["importance_weight"], slope_N * given["importance_weight"]
@@ -146,8 +152,10 @@ def check_loss_arguments(logits, targets, per_token: Mapping[str, Tensor | None]
     if not isinstance(targets, Tensor) or not isinstance(logits, Tensor):
         raise ValueError(f"logits and targets are {type(logits).__name__} and {type(targets).__name__}, want tensors")
     for name, value in per_token.items():
-        if value is not None:
+        if value is not None or name in ("credit", "token_weight"):
             check_per_token(name, value, targets.shape, FLOAT_DTYPES, logits.device)
+    if spans is not None and not isinstance(spans, Spans):
+        raise ValueError(f"spans is {type(spans).__name__}, want Spans")
     if spans is not None and spans.num_tokens != targets.numel():
         raise ValueError(f"spans hold {spans.num_tokens} token positions, targets {targets.numel()}: want one N")
 
@@ -161,9 +169,11 @@ def live_positions(targets: Tensor, mask: Tensor | None, ignore_index: int, span
 
 
 @torch.library.custom_op("crest::finite_where", mutates_args=())
-def finite_where(name: str, values: Tensor, live_N: Tensor) -> Tensor:
-    """`values` at live positions, 0 elsewhere, after checking that the live ones are finite."""
+def finite_where(name: str, values: Tensor, live_N: Tensor, or_minus_inf: bool = False) -> Tensor:
+    """`values` at live positions, 0 elsewhere, after checking that the live ones are finite (or -inf, if allowed)."""
     bad_N = live_N & ~torch.isfinite(values)
+    if or_minus_inf:
+        bad_N = bad_N & (values != -torch.inf)
     if checks_values(values):
         if bad_N.any():
             at = int(bad_N.nonzero()[0])
@@ -176,8 +186,19 @@ def finite_where(name: str, values: Tensor, live_N: Tensor) -> Tensor:
 
 
 @finite_where.register_fake
-def _(name, values, live_N):
+def _(name, values, live_N, or_minus_inf=False):
     return torch.empty_like(values)
+
+
+def log_ratio(new_N: Tensor, old_N: Tensor | None) -> Tensor:
+    """logp - old_logp: 0 where there is no old_logp, -20 where the policy excludes the target, NaN where it is NaN."""
+    ratio_N = new_N - (new_N if old_N is None else old_N.to(new_N.dtype))
+    return torch.where(new_N == -torch.inf, 0.0 if old_N is None else -MAX_LOG_RATIO, ratio_N)
+
+
+def _check_finite_number(name: str, value) -> None:
+    if not isinstance(value, int | float) or not -math.inf < value < math.inf:
+        raise ValueError(f"{name} is {value!r}, want a finite number")
 
 
 def k3(logp_N: Tensor, ref_logp_N: Tensor, live_N: Tensor) -> tuple[Tensor, Tensor]:

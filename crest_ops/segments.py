@@ -12,13 +12,15 @@ Shape letters: N values, K segments.
 import torch
 from torch import Tensor
 
+from .backend import checks_values
+
 
 def segment_sum(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
     """Sum of each segment: y_k = sum of x_n over ids_n = k; an empty segment has sum 0.
 
     values [N] real, ids [N] int in [-1, K), num_segments = K. Returns [K]. Differentiable in values.
     """
-    values_N, ids_N = _checked(values, ids)
+    values_N, ids_N = _checked(values, ids, num_segments)
     return _sum(values_N, ids_N, num_segments)
 
 
@@ -27,7 +29,7 @@ def segment_mean(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
 
     values [N] real, ids [N] int in [-1, K), num_segments = K. Returns [K]. Differentiable in values.
     """
-    values_N, ids_N = _checked(values, ids)
+    values_N, ids_N = _checked(values, ids, num_segments)
     return _sum(values_N, ids_N, num_segments) / _size(ids_N, num_segments).clamp(min=1)
 
 
@@ -36,8 +38,8 @@ def segment_expand(values: Tensor, ids: Tensor, fill: float = 0.0) -> Tensor:
 
     values [K] any dtype, ids [N] int in [-1, K). Returns [N] in the dtype of values. Differentiable in values.
     """
-    padded = torch.cat([values, values.new_full((1,), fill)])
-    return padded[ids.long()]
+    _check_ids(ids, values.shape[0] if isinstance(values, Tensor) else None)
+    return _expand(values, ids, fill)
 
 
 def segment_center(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
@@ -45,12 +47,12 @@ def segment_center(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
 
     values [N] real, ids [N] int in [-1, K), num_segments = K. Returns [N]. Differentiable in values.
     """
-    values_N, ids_N = _checked(values, ids)
+    values_N, ids_N = _checked(values, ids, num_segments)
     # Measured from the segment's largest value: equal members are then exact zeros, and a large offset costs no digits.
-    shifted_N = values_N - segment_expand(_max(values_N, ids_N, num_segments), ids_N)
+    shifted_N = values_N - _expand(_max(values_N, ids_N, num_segments), ids_N)
     shifted_N = torch.where(ids_N < 0, 0, shifted_N)
     mean_K = _sum(shifted_N, ids_N, num_segments) / _size(ids_N, num_segments).clamp(min=1)
-    return shifted_N - segment_expand(mean_K, ids_N)
+    return shifted_N - _expand(mean_K, ids_N)
 
 
 def segment_std(values: Tensor, ids: Tensor, num_segments: int, *, unbiased: bool) -> Tensor:
@@ -73,7 +75,7 @@ def segment_zscore(values: Tensor, ids: Tensor, num_segments: int, *, unbiased: 
         raise ValueError(f"eps is {eps}, want eps >= 0")
     centered_N = segment_center(values, ids, num_segments)
     scale_K = _root_mean_square(centered_N, ids.long(), num_segments, unbiased) + eps
-    return centered_N / segment_expand(torch.where(scale_K == 0, 1, scale_K), ids, fill=1.0)
+    return centered_N / _expand(torch.where(scale_K == 0, 1, scale_K), ids, fill=1.0)
 
 
 def segment_softmax(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
@@ -82,12 +84,12 @@ def segment_softmax(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
     A member of -inf gets 0, also when all members are -inf. values [N] real, ids [N] int in [-1, K), num_segments = K.
     Returns [N]. Differentiable in values.
     """
-    values_N, ids_N = _checked(values, ids)
+    values_N, ids_N = _checked(values, ids, num_segments)
     max_K = _max(values_N, ids_N, num_segments)
     max_K = torch.where(max_K == -torch.inf, 0, max_K)
-    weight_N = torch.where(ids_N < 0, 0, (values_N - segment_expand(max_K, ids_N)).exp())
+    weight_N = torch.where(ids_N < 0, 0, (values_N - _expand(max_K, ids_N)).exp())
     total_K = _sum(weight_N, ids_N, num_segments)
-    return weight_N / segment_expand(torch.where(total_K == 0, 1, total_K), ids_N, fill=1.0)
+    return weight_N / _expand(torch.where(total_K == 0, 1, total_K), ids_N, fill=1.0)
 
 
 def segment_discounted_sum(values: Tensor, ids: Tensor, gamma: float) -> Tensor:
@@ -99,7 +101,7 @@ def segment_discounted_sum(values: Tensor, ids: Tensor, gamma: float) -> Tensor:
     """
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma is {gamma}, want 0 <= gamma <= 1")
-    values_N, ids_N = _checked(values, ids)
+    values_N, ids_N = _checked(values, ids, None)
     sorted_ids_N, order_N = torch.sort(ids_N, stable=True)
     sums_N = values_N[order_N]
     distance, factor = 1, float(gamma)
@@ -123,27 +125,50 @@ def segment_difference(
     for name, bound in (("first", first), ("last", last)):
         if bound is not None and [*bound.shape] != [num_segments]:
             raise ValueError(f"{name} has shape {[*bound.shape]}, want [{num_segments}]")
-    values_N, ids_N = _checked(values, ids)
+    values_N, ids_N = _checked(values, ids, num_segments)
     sorted_ids_N, order_N = torch.sort(ids_N, stable=True)
     edge = torch.ones_like(sorted_ids_N[:1], dtype=torch.bool)
     change_n = sorted_ids_N[1:] != sorted_ids_N[:-1]
     here_N = values_N[order_N]
     if first is not None:
-        here_N = torch.where(torch.cat([edge, change_n]), segment_expand(first.to(here_N.dtype), sorted_ids_N), here_N)
+        here_N = torch.where(torch.cat([edge, change_n]), _expand(first.to(here_N.dtype), sorted_ids_N), here_N)
     last = values_N.new_zeros(num_segments) if last is None else last.to(here_N.dtype)
     after_N = torch.cat([here_N[1:], here_N[:1]])
-    after_N = torch.where(torch.cat([change_n, edge]), segment_expand(last, sorted_ids_N), after_N)
+    after_N = torch.where(torch.cat([change_n, edge]), _expand(last, sorted_ids_N), after_N)
     return _unsorted(torch.where(sorted_ids_N < 0, 0, after_N - here_N), order_N)
 
 
-def _checked(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _checked(values: Tensor, ids: Tensor, num_segments: int | None) -> tuple[Tensor, Tensor]:
     """Values in the dtype of the arithmetic with zeros outside, ids as int64."""
-    if values.dim() != 1 or values.shape != ids.shape:
+    if not isinstance(values, Tensor) or values.dim() != 1 or values.is_complex():
+        found = f"{[*values.shape]} {values.dtype}" if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"values is {found}, want a real tensor [N]")
+    _check_ids(ids, num_segments)
+    if values.shape != ids.shape:
         raise ValueError(f"values has shape {[*values.shape]} and ids {[*ids.shape]}, want both [N]")
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"ids has dtype {ids.dtype}, want int32 or int64")
+    if values.device != ids.device:
+        raise ValueError(f"values is on {values.device} and ids on {ids.device}, want one device")
     values = values if values.dtype == torch.float64 else values.float()
     return torch.where(ids < 0, 0, values), ids.long()
+
+
+def _check_ids(ids: Tensor, num_segments: int | None) -> None:
+    """Raises ValueError: ids no [N] int tensor, num_segments no count, an id outside [-1, num_segments)."""
+    if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
+        found = f"has dtype {ids.dtype}, shape {[*ids.shape]}" if isinstance(ids, Tensor) else f"is {type(ids).__name__}"
+        raise ValueError(f"ids {found}, want [N] int32 or int64")
+    if num_segments is not None and (not isinstance(num_segments, int) or num_segments < 0):
+        raise ValueError(f"num_segments is {num_segments!r}, want an int >= 0")
+    if checks_values(ids):
+        bad_N = (ids < -1) if num_segments is None else (ids < -1) | (ids >= num_segments)
+        if bad_N.any():
+            at = int(bad_N.nonzero()[0])
+            raise ValueError(f"ids[{at}] is {int(ids[at])}, want -1 <= id < {num_segments}")
+
+
+def _expand(values: Tensor, ids: Tensor, fill: float = 0.0) -> Tensor:
+    padded = torch.cat([values, values.new_full((1,), fill)])
+    return padded[ids.long()]
 
 
 def _size(ids_N: Tensor, num_segments: int) -> Tensor:

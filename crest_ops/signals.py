@@ -59,6 +59,9 @@ class Signals:
         signal = getattr(self, name)
         if signal is None:
             raise ValueError(f"signal {name} is missing: pass Signals({name}=...)")
+        if not isinstance(signal, Tensor) or signal.is_complex() or signal.device != spans.mask.device:
+            found = f"{signal.dtype} on {signal.device}" if isinstance(signal, Tensor) else type(signal).__name__
+            raise ValueError(f"signal {name} is {found}, want a real tensor on {spans.mask.device}, as the spans")
         letters = {"N": spans.num_tokens, "S": spans.num_actions, "K": spans.num_turns, "B": spans.num_trajectories}
         length = letters["S"] + letters["B"] if name == "gold_logp" else letters[name[-1]]
         if [*signal.shape] != [length]:

@@ -89,14 +89,20 @@ class Spans:
         A row without a True has no turn. Raises ValueError: shapes, dtypes, a turn that is negative or goes back
         (naming row and position), and whatever Spans itself refuses.
         """
+        if not isinstance(mask, Tensor):
+            raise ValueError(f"mask is {type(mask).__name__}, want a tensor [B, T] bool")
         if mask.dim() != 2 or mask.dtype != torch.bool:
             raise ValueError(f"mask has shape {[*mask.shape]} and dtype {mask.dtype}, want [B, T] bool")
         B, T = mask.shape
         group = _vector("group", group, (torch.int32, torch.int64), B)
         if turn is None:
             turn = torch.zeros_like(mask, dtype=torch.int64)
+        if not isinstance(turn, Tensor):
+            raise ValueError(f"turn is {type(turn).__name__}, want a tensor {[B, T]}")
         if turn.shape != mask.shape or turn.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"turn has shape {[*turn.shape]} and dtype {turn.dtype}, want {[B, T]} int64 like mask")
+            raise ValueError(
+                f"turn has shape {[*turn.shape]} and dtype {turn.dtype}, want {[B, T]} int32 or int64 like mask"
+            )
         place_N = torch.nonzero(mask.flatten()).flatten()
         row_n, turn_n = place_N // max(T, 1), turn.flatten()[place_N].long()
         new_row_n = _changes(row_n)

@@ -181,8 +181,11 @@ def _ratio(
     surrogate: Surrogate, log_ratio: Tensor, credit: Tensor, spans: Spans | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ratio and credit (0 where masked), free = the ratio moves with logp, inside = not masked."""
-    if log_ratio.dim() != 1:
-        raise ValueError(f"log_ratio has shape {[*log_ratio.shape]}, want [N]")
+    if not isinstance(log_ratio, Tensor) or log_ratio.dim() != 1:
+        found = f"has shape {[*log_ratio.shape]}" if isinstance(log_ratio, Tensor) else f"is {type(log_ratio).__name__}"
+        raise ValueError(f"log_ratio {found}, want a tensor [N]")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask has dtype {mask.dtype}, want bool")
     for name, tensor in (("credit", credit), ("mask", mask)):
         if tensor is not None and tensor.shape != log_ratio.shape:
             raise ValueError(f"{name} has shape {[*tensor.shape]}, want {[*log_ratio.shape]} like log_ratio")
@@ -203,9 +206,15 @@ def _ratio(
         ids = torch.where(inside, of_token, -1)
         reduce = segment_mean if surrogate.ratio == "mean" else segment_sum
         log_ratio = segment_expand(reduce(log_ratio, ids, num), ids)
-    free = inside & (log_ratio.abs() <= MAX_LOG_RATIO)
+    free = inside & ~(log_ratio.abs() > MAX_LOG_RATIO)  # NaN is free: it must reach the gradient
     ratio = torch.where(inside, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0)
     return ratio, torch.where(inside, credit.detach().to(dtype), 0), free, inside
+
+
+def check_surrogate(surrogate: object) -> None:
+    """Raises ValueError for anything but an instance of a surrogate."""
+    if not isinstance(surrogate, Surrogate):
+        raise ValueError(f"surrogate is {surrogate!r}, want a PPOClip, GSPO, CISPO or SAPO")
 
 
 def _check_level(surrogate: Surrogate) -> None:
@@ -217,7 +226,9 @@ def _check_level(surrogate: Surrogate) -> None:
 
 def _check_bounds(surrogate: PPOClip | CISPO) -> None:
     _check_level(surrogate)
-    if not (surrogate.low is None or 0 <= surrogate.low <= 1):
-        raise ValueError(f"low is {surrogate.low}, want 0 <= low <= 1")
-    if not surrogate.high >= 0:
-        raise ValueError(f"high is {surrogate.high}, want high >= 0")
+    low, high = surrogate.low, surrogate.high
+    unbounded = low is None and isinstance(surrogate, CISPO)
+    if not unbounded and not (isinstance(low, int | float) and 0 <= low <= 1):
+        raise ValueError(f"low is {low!r}, want 0 <= low <= 1")
+    if not (isinstance(high, int | float) and high >= 0):
+        raise ValueError(f"high is {high!r}, want high >= 0")

@@ -15,7 +15,7 @@ from .vocabulary import as_batch, as_rows, check_vocabulary_arguments, is_writab
 
 OUTPUTS = ("logp", "entropy", "sum_sq_probs")
 OUT = -1e30  # stands for a logit that is out of the support
-LOWEST = -5e29  # no logit of the support is lower
+LOWEST = -1.2e9  # no logit of the support is lower
 CHUNK_ELEMENTS = 1 << 18  # of the plain-torch backend's float32 working set, which so stays in cache
 
 
@@ -58,7 +58,8 @@ def token_stats(
 
     logits [..., V]: float16, bfloat16 or float32, any strides with a contiguous last dimension (others are copied
         once); computed in float32. float64 is computed in and returned as float64, by the torch backend (for gradient
-        checks). A logit <= -5e29 counts as -inf: out of the support, probability and gradient exactly 0.
+        checks). A logit <= -1.2e9 counts as -inf: out of the support, probability and gradient exactly 0. Scaled
+        logits z may reach 1.2e9 in size.
     targets [...]: int64 or int32 ids, already shifted. `ignore_index` marks a row that is not wanted.
     mask [...] bool: True = wanted. A row that is not wanted is not read; its outputs and gradient are exactly 0.
     temperature: a number or a tensor [...], > 0. softcap: > 0 or None. logit_scale: > 0.
@@ -88,7 +89,9 @@ def stats_tensors(
     entropy: bool, sum_sq: bool, inplace: bool, backend: str,
 ):  # fmt: skip
     """`token_stats` by position, with `inplace`: backward overwrites the logits with their gradient."""
-    vocab_size = check_vocabulary_arguments(logits, targets, mask, temperature, softcap, logit_scale, vocab_size)
+    vocab_size = check_vocabulary_arguments(
+        logits, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index
+    )
     backend = resolve_backend(backend, logits.device, logits.dtype)
     shape = targets.shape
     if inplace and not is_writable_in_place(logits):

@@ -10,14 +10,17 @@ from torch import Tensor
 
 from .backend import checks_values
 
+MAX_TEMPERATURE = 1e20  # hotter, what is out of the support would come back into it
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_vocabulary_arguments(logits, targets, mask, temperature, softcap, logit_scale, vocab_size) -> int:
+def check_vocabulary_arguments(
+    logits, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index
+) -> int:
     """Check what shapes, dtypes and devices say, before any work. Returns the number of valid columns."""
-    if not isinstance(logits, Tensor) or logits.dim() < 1 or logits.dtype not in FLOAT_DTYPES:
+    if not isinstance(logits, Tensor) or logits.dim() < 1 or logits.dtype not in FLOAT_DTYPES or not logits.shape[-1]:
         found = f"{[*logits.shape]} {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"logits is {found}, want [..., V] of float16, bfloat16, float32 or float64")
+        raise ValueError(f"logits is {found}, want [..., V] with V >= 1 of float16, bfloat16, float32 or float64")
     rows = logits.shape[:-1]
     check_per_token("targets", targets, rows, (torch.int64, torch.int32), logits.device)
     if mask is not None:
@@ -29,10 +32,12 @@ def check_vocabulary_arguments(logits, targets, mask, temperature, softcap, logi
     if softcap is not None:
         check_positive("softcap", softcap)
     check_positive("logit_scale", logit_scale)
+    if not isinstance(ignore_index, int):
+        raise ValueError(f"ignore_index is {ignore_index!r}, want an int")
     width = logits.shape[-1]
     if vocab_size is None:
         vocab_size = width
-    if not 1 <= vocab_size <= width:
+    if not isinstance(vocab_size, int) or not 1 <= vocab_size <= width:
         raise ValueError(f"vocab_size is {vocab_size}, want 1 <= vocab_size <= {width}, the last dimension of logits")
     return vocab_size
 
@@ -72,11 +77,14 @@ def as_rows(temperature: float | Tensor, logits: Tensor) -> Tensor:
 
 
 def is_writable_in_place(logits: Tensor) -> bool:
-    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+    """True where `as_batch` is a view of the logits and no two elements share memory."""
+    shape, strides = logits.shape, logits.stride()
+    if shape[-1] > 1 and strides[-1] != 1:
         return False
-    if logits.dim() != 3 and logits.numel() and logits.reshape(1, -1, logits.shape[-1]).data_ptr() != logits.data_ptr():
+    rows = range(logits.dim() - 2)
+    if logits.dim() > 3 and any(strides[d] != strides[d + 1] * shape[d + 1] for d in rows):
         return False
-    return all(stride > 0 or size <= 1 for size, stride in zip(logits.shape, logits.stride(), strict=True))
+    return all(stride > 0 or size <= 1 for size, stride in zip(shape, strides, strict=True))
 
 
 @torch.library.custom_op("crest::wanted_targets", mutates_args=())
@@ -88,7 +96,7 @@ def wanted_targets(
     if mask is not None:
         wanted = wanted & mask
     good_target = ~wanted | ((targets >= 0) & (targets < num_columns))
-    good_temperature = (temperature > 0) & (temperature < math.inf)
+    good_temperature = (temperature > 0) & (temperature < MAX_TEMPERATURE)
     if temperature.numel() > 1:
         good_temperature = good_temperature | ~wanted
     if checks_values(targets):

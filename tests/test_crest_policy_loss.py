@@ -113,6 +113,18 @@ def test_tokens_that_one_side_excludes(backend):
 
 
 @both
+def test_nan_logits_are_seen(backend):
+    x, teacher, y, weight, _ = batch()
+    x[1, 2] = math.nan
+    leaf = x.clone().requires_grad_()
+    found = crest_policy_loss(
+        leaf, teacher, y, SPANS, turn_advantage(REWARD, SPANS), token_weight=weight, vocab_size=V, backend=backend
+    )
+    found.loss.backward()
+    assert found.loss.isnan() and leaf.grad[1, 2, :V].isnan().all() and torch.isfinite(leaf.grad[0]).all()
+
+
+@both
 def test_inplace_and_teacher_without_gradient(backend):
     x, teacher, y, weight, old = batch()
     leaf = x.clone().requires_grad_()
@@ -134,6 +146,8 @@ def test_inplace_and_teacher_without_gradient(backend):
         (dict(teacher_logits=torch.zeros(3, 10, V - 1)), "teacher_logits"),
         (dict(teacher_logits=None), "teacher_logits"),
         (dict(spans=None), "spans"),
+        (dict(config=None), "config"),
+        (dict(teacher_logits=torch.full((3, 10, V), math.nan)), "teacher_logits"),
         (dict(turn_advantage=torch.zeros(3)), "turn_advantage"),
         (dict(turn_advantage=torch.tensor([0.0, math.nan, 0.0, 0.0])), r"turn_advantage\[1\]"),
         (dict(token_weight=torch.ones(30)), "token_weight"),

@@ -97,3 +97,23 @@ def test_needs_are_signals():
     known = {field.name for field in fields(Signals)}
     for method in METHODS.values():
         assert set(method.needs) <= known
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_arguments_of_another_type_are_named(name):
+    method = METHODS[name]
+    other = METHODS["grpo" if name == "crest" else "crest"].Config()
+    for arguments, named in (
+        ((SPANS, EVERYTHING, other), "config is"),
+        ((SPANS, EVERYTHING, None), "config is NoneType"),
+        ((SPANS, None, method.Config()), "signals is NoneType"),
+        ((None, EVERYTHING, method.Config()), "spans is NoneType"),
+        (
+            (SPANS, Signals(**{need: [1.0] for need in method.needs}), method.Config()),
+            f"signal {method.needs[0]} is list",
+        ),
+    ):
+        with pytest.raises(ValueError, match=named):
+            method.assign(*arguments)
+    with pytest.raises(ValueError, match="surrogate is 'ppo'"):
+        method.Config(surrogate="ppo")

@@ -186,6 +186,58 @@ def test_extreme_log_probs_stay_finite(backend):
 
 
 @both
+@pytest.mark.parametrize("level", ["token", "trajectory"])
+@pytest.mark.parametrize("kind", [PPOClip, CISPO])
+def test_an_excluded_target_counts_as_minus_20(backend, kind, level):
+    """Log-ratios (-20, 0): at trajectory level both tokens have ratio exp(-10), and the healthy one its gradient."""
+    z = torch.zeros(2, 5)
+    z[0, 0] = -math.inf
+    spans = Spans.from_mask(torch.ones(1, 2).bool(), group=torch.tensor([0]))
+    old = torch.tensor([-1.0, -math.log(5)])
+    leaf = z.clone().requires_grad_()
+    found = policy_loss(
+        leaf, torch.tensor([0, 1]), torch.ones(2), token_weight=torch.ones(2), old_logp=old, spans=spans,
+        surrogate=kind(level=level), backend=backend,
+    )  # fmt: skip
+    ratio = torch.tensor([-20.0, 0.0]) if level == "token" else torch.tensor([-10.0, -10.0])
+    assert torch.allclose(found.ratio, ratio.exp(), rtol=1e-5)
+    logp = torch.tensor([-20.0, -math.log(5)]) if kind is CISPO else torch.ones(2)
+    assert found.loss.item() == pytest.approx(-(ratio.exp() * logp).sum().item(), rel=1e-5)
+    found.loss.backward()
+    assert (leaf.grad[0] == 0).all()
+    assert leaf.grad[1, 1].item() == pytest.approx(-0.8 * math.exp(ratio[1]), rel=1e-5)
+
+
+@both
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_nan_logits_are_seen(backend, on_policy):
+    x, y, given = batch()
+    x[4] = math.nan
+    leaf = x.clone().requires_grad_()
+    found = policy_loss(
+        leaf, y, given["credit"], token_weight=given["token_weight"], old_logp=None if on_policy else given["old_logp"],
+        backend=backend,
+    )  # fmt: skip
+    found.loss.backward()
+    assert found.loss.isnan() and found.metrics["entropy"].isnan() and leaf.grad[4].isnan().all()
+    assert torch.isfinite(leaf.grad[[0, 1, 2, 3, 5]]).all()
+
+
+def test_in_place_compiles():
+    torch._dynamo.reset()
+    x, y, given = batch()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def loss(logits, targets, credit, weight):
+        return policy_loss(logits * 1.0, targets, credit, token_weight=weight, inplace=True).loss
+
+    leaf, arguments = x.clone().requires_grad_(), (y, given["credit"], given["token_weight"])
+    (compiled,) = torch.autograd.grad(loss(leaf, *arguments), leaf)
+    eager = policy_loss(leaf, y, given["credit"], token_weight=given["token_weight"])
+    assert torch.allclose(compiled, torch.autograd.grad(eager.loss, leaf)[0], atol=1e-7)
+
+
+@both
 def test_low_precision_logits(backend):
     x, y, given = batch(torch.bfloat16)
     loss, gradient, _ = exact_loss(x, y, **given, kl_coef=0.1, entropy_coef=0.01)
@@ -235,6 +287,13 @@ def test_metrics():
         (dict(spans=Spans.from_mask(torch.ones(1, 5).bool(), group=torch.tensor([0]))), "spans"),
         (dict(mask=torch.ones(N)), "mask"),
         (dict(temperature=0), "temperature"),
+        (dict(token_weight=None), "token_weight"),
+        (dict(kl_coef=math.nan), "kl_coef"),
+        (dict(entropy_coef=math.inf), "entropy_coef"),
+        (dict(entropy_coef="1"), "entropy_coef"),
+        (dict(surrogate="ppo"), "surrogate"),
+        (dict(surrogate=PPOClip), "surrogate"),
+        (dict(spans=torch.ones(N)), "spans"),
         (dict(logits=torch.zeros(1, V).expand(N, V), inplace=True), "inplace"),
     ],
 )

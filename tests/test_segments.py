@@ -251,3 +251,22 @@ def test_bad_arguments_are_named():
         segment_zscore(VALUES, IDS, K, unbiased=True, eps=-1)
     with pytest.raises(ValueError, match=r"first has shape \[2\], want \[4\]"):
         segment_difference(VALUES, IDS, K, first=torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("ids", "num", "named"),
+    [
+        ([0, 1, 2], 2, r"ids\[2\] is 2, want -1 <= id < 2"),
+        ([0, -7, 1], 2, r"ids\[1\] is -7"),
+        ([0, 1, 9], 2, r"ids\[2\] is 9"),
+        ([0, 1, 1], -1, "num_segments is -1"),
+        ([0, 1, 1], 2.0, "num_segments is 2.0"),
+    ],
+)
+def test_ids_outside_the_segments_are_refused(ids, num, named):
+    values, ids = torch.tensor([1.0, 2.0, 3.0]), torch.tensor(ids)
+    for op in (segment_sum, segment_mean, segment_center, segment_softmax, segment_difference):
+        with pytest.raises(ValueError, match=named):
+            op(values, ids, num)
+    with pytest.raises(ValueError, match=named):
+        segment_zscore(values, ids, num, unbiased=True, eps=0.0)

@@ -143,6 +143,57 @@ def test_a_nan_row_stays_in_its_row(backend, bad, dtype):
     assert gradient[1].isnan().any() and torch.isfinite(gradient[[0, 2]]).all()
 
 
+@both
+def test_rows_of_nothing_but_nan(backend):
+    x = torch.full((2, 5), math.nan)
+    x[1, 1:] = -math.inf
+    found = token_stats(x, torch.tensor([0, 0]), backend=backend, outputs=("logp", "entropy", "sum_sq_probs"))
+    for name in ("logp", "entropy", "lse", "sum_sq_probs"):
+        assert getattr(found, name).isnan().all(), name
+
+
+@both
+@pytest.mark.parametrize("fill", [-1e4, -1e9, -1e10, -3.4e38])
+def test_finite_mask_fills(backend, fill):
+    """A fill below -1.2e9 counts as -inf; above, a row of nothing else is uniform. Nothing is NaN either way."""
+    x = torch.full((2, 300), fill)
+    x[1, :3] = torch.tensor([1.0, 2.0, 3.0])
+    y = torch.tensor([5, 1])
+    found = token_stats(x, y, backend=backend)
+    gradient = gradient_of(x, y, torch.ones(2), torch.ones(2), backend=backend)
+    assert torch.isfinite(gradient).all()
+    exact = reference.stats(x[1, :3], y[1:].squeeze())
+    assert found.logp[1].item() == pytest.approx(exact[0].item(), abs=1e-5)
+    if fill > -1.2e9:
+        assert found.logp[0].item() == pytest.approx(-math.log(300), abs=1e-5)
+        assert found.entropy[0].item() == pytest.approx(math.log(300), abs=1e-5)
+    else:
+        assert found.logp[0] == -math.inf and found.entropy[0] == 0 and (gradient[0] == 0).all()
+
+
+@both
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 1e4, 1e8])
+def test_caps_of_any_size(backend, softcap):
+    x, y = logits_of(3, 40), targets_of(3, high=40)
+    x[0] /= 100
+    found, exact = token_stats(x, y, softcap=softcap, backend=backend), reference.stats(x, y, softcap=softcap)
+    assert (found.logp - exact[0]).abs().max() < 4e-6 and (found.entropy - exact[1]).abs().max() < 4e-6
+    gradient = gradient_of(x, y, torch.ones(3), torch.ones(3), softcap=softcap, backend=backend)
+    assert (gradient - reference.gradient(x, y, torch.ones(3), torch.ones(3), softcap=softcap)).abs().max() < 4e-6
+
+
+@both
+@pytest.mark.parametrize("temperature", [1e-7, 1e-3, 1e3, 1e15])
+def test_extreme_temperatures(backend, temperature):
+    x, y = torch.tensor([[3.0, -1.0, 2.0]]), torch.tensor([2])
+    found, exact = (
+        token_stats(x, y, temperature=temperature, backend=backend),
+        reference.stats(x, y, temperature=temperature),
+    )
+    assert found.logp.item() == pytest.approx(exact[0].item(), rel=1e-5)
+    assert found.entropy.item() == pytest.approx(exact[1].item(), rel=1e-5, abs=1e-7)
+
+
 # 5. a row's result depends on that row alone
 
 
@@ -359,6 +410,10 @@ def test_padded_columns_may_hold_anything(backend):
         (dict(logit_scale=-2.0), "logit_scale"),
         (dict(vocab_size=6), "vocab_size"),
         (dict(vocab_size=0), "vocab_size"),
+        (dict(vocab_size=5.0), "vocab_size"),
+        (dict(ignore_index=None), "ignore_index"),
+        (dict(logits=torch.zeros(3, 0)), "logits"),
+        (dict(temperature=torch.full((3,), 1e30)), "temperature"),
         (dict(outputs=("logp", "entrpy")), "outputs"),
         (dict(backend="cuda"), "backend"),
         (dict(logits=torch.zeros(3, 5, dtype=torch.float64), backend="triton"), "backend"),

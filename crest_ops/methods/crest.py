@@ -4,6 +4,8 @@ arXiv 2608.13179, Teach the Magnitude, Not the Direction: Verifier-Bounded Credi
 Multi-step LLM Agents. Shape letters: N token positions, K turns.
 """
 
+import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +19,7 @@ from ..segments import segment_expand
 from ..signals import Credit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
-from .settings import check_settings
+from .settings import check_arguments, check_numbers, check_settings
 
 needs = ("turn_reward_K", "teacher_gap_N", "surprisal_N")
 
@@ -46,13 +48,7 @@ class CrestConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, gate=("surprisal", "entropy"), scope=("batch", "trajectory", "turn"))
-        if not 0 <= self.lam < float("inf"):
-            raise ValueError(f"lam is {self.lam}, want lam >= 0 and finite")
-        for name in ("eps", "rho"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, want 0 <= {name} <= 1")
-        if not self.tau > 0:
-            raise ValueError(f"tau is {self.tau}, want tau > 0")
+        check_numbers(self, lam=(0, sys.float_info.max), eps=(0, 1), rho=(0, 1), tau=(sys.float_info.min, math.inf))
 
 
 Config = CrestConfig
@@ -76,7 +72,12 @@ def crest_credit(
     turn_advantage [K]; teacher_gap [N], teacher minus student log-prob of the realised token; uncertainty [N],
     surprisal or entropy: real, the last two looked at inside the spans only. mask [N] bool: True = trained on; further
     positions to leave out. Returns [N], detached, in the dtype of turn_advantage, 0 outside the spans and the mask.
+    Raises ValueError: wrong shapes.
     """
+    wanted = {"turn_advantage": spans.num_turns, "teacher_gap": spans.num_tokens, "uncertainty": spans.num_tokens}
+    for (name, length), found in zip(wanted.items(), (turn_advantage, teacher_gap, uncertainty), strict=True):
+        if [*found.shape] != [length]:
+            raise ValueError(f"{name} has shape {[*found.shape]}, want [{length}] to match the spans")
     inside_N = spans.mask if mask is None else spans.mask & mask
     advantage_N = torch.where(inside_N, segment_expand(turn_advantage.detach(), spans.turn_of_token), 0)
     gate_N = entropy_gate(uncertainty.detach(), spans, scope=config.scope, eps=config.std_eps, mask=mask)
@@ -103,6 +104,7 @@ def assign(spans: Spans, signals: Signals, config: CrestConfig = CrestConfig(), 
     [N] float32 (float64 for float64 rewards), 0 outside the spans.
     Raises ValueError: a signal missing, of the wrong length or not finite.
     """
+    check_arguments(spans, signals, config, CrestConfig)
     turn_reward_K, gap_N, uncertainty_N = signals.require(spans, "turn_reward_K", "teacher_gap_N", f"{config.gate}_N")
     advantage_K = turn_advantage(turn_reward_K, spans, unbiased=config.unbiased, eps=config.std_eps)
     credit_N = crest_credit(advantage_K, gap_N, uncertainty_N, spans, config)

@@ -12,7 +12,7 @@ from ..segments import segment_expand
 from ..signals import Credit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
-from .settings import check_settings
+from .settings import check_arguments, check_settings
 
 needs = ("reward_B",)
 
@@ -46,6 +46,7 @@ def assign(spans: Spans, signals: Signals, config: GRPOConfig = GRPOConfig(), *,
     Needs reward_B. Returns Credit; credit_N [N] float32 (float64 for float64 rewards), 0 outside the spans.
     Raises ValueError: reward_B missing, of the wrong length or not finite.
     """
+    check_arguments(spans, signals, config, GRPOConfig)
     (reward_B,) = signals.require(spans, *needs)
     advantage_B = group_advantage(
         reward_B,

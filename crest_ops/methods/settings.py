@@ -1,14 +1,32 @@
-"""What every method's settings must keep to."""
+"""What every method's settings and arguments must keep to."""
 
 from typing import Any
 
 from ..reductions import REDUCTIONS
+from ..signals import Signals
+from ..spans import Spans
+from ..surrogates import check_surrogate
 
 
 def check_settings(config: Any, **known: tuple[str, ...]) -> None:
-    """Raises ValueError naming the field: std_eps < 0, an unknown reduction, or a field not among its known values."""
-    if not config.std_eps >= 0:
-        raise ValueError(f"std_eps is {config.std_eps}, want std_eps >= 0")
+    """Raises ValueError naming the field: std_eps < 0, no surrogate, an unknown reduction or a value not known."""
+    check_numbers(config, std_eps=(0, float("inf")))
+    check_surrogate(config.surrogate)
     for name, values in {"reduction": tuple(REDUCTIONS), **known}.items():
         if getattr(config, name) not in values:
             raise ValueError(f"{name} is {getattr(config, name)!r}, want one of {', '.join(map(repr, values))}")
+
+
+def check_numbers(config: Any, **bounds: tuple[float, float]) -> None:
+    """Raises ValueError naming the field: no number, or outside [low, high]."""
+    for name, (low, high) in bounds.items():
+        value = getattr(config, name)
+        if not isinstance(value, int | float) or not low <= value <= high:
+            raise ValueError(f"{name} is {value!r}, want a number with {low} <= {name} <= {high}")
+
+
+def check_arguments(spans: Any, signals: Any, config: Any, wanted: type) -> None:
+    """Raises ValueError naming the argument of `assign` that is of another type."""
+    for name, value, kind in (("spans", spans, Spans), ("signals", signals, Signals), ("config", config, wanted)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is {type(value).__name__}, want {kind.__name__}")

@@ -11,7 +11,7 @@ from ..segments import segment_expand
 from ..signals import Credit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
-from .settings import check_settings
+from .settings import check_arguments, check_settings
 
 needs = ("turn_reward_K",)
 
@@ -43,6 +43,7 @@ def assign(spans: Spans, signals: Signals, config: TurnGRPOConfig = TurnGRPOConf
     Needs turn_reward_K. Returns Credit; credit_N [N] float32 (float64 for float64 rewards), 0 outside the spans.
     Raises ValueError: turn_reward_K missing, of the wrong length or not finite.
     """
+    check_arguments(spans, signals, config, TurnGRPOConfig)
     (turn_reward_K,) = signals.require(spans, *needs)
     advantage_K = turn_advantage(turn_reward_K, spans, unbiased=config.unbiased, eps=config.std_eps)
     credit_N = segment_expand(advantage_K, spans.turn_of_token)

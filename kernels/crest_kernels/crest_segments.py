@@ -76,21 +76,23 @@ def crest_segments_kernel(
         z = (load_live(uncertainty_ptr, at, live) - pivot - mean) / spread
         gate = 1 / (1 + tl.exp2(-z * LOG2E))
         strength = tl.minimum(tl.maximum(lam * (1 + rho * (2 * gate - 1)), 0.0), lam)
+        strength = tl.where(gate == gate, strength, gate)  # min and max drop NaN
         phi = tl.where(exponent > 0, 1 + strength * excess, 1.0)
         credit = advantage * phi
 
         log_ratio = tl.where(logp == old_logp, 0.0, logp - old_logp)
-        free = tl.abs(log_ratio) <= MAX_EXPONENT
+        held = tl.abs(log_ratio) > MAX_EXPONENT
         ratio = tl.exp2(tl.minimum(tl.maximum(log_ratio, -MAX_EXPONENT), MAX_EXPONENT) * LOG2E)
+        ratio = tl.where(log_ratio == log_ratio, ratio, log_ratio)
         plain = -ratio * credit
         bounded = -tl.minimum(tl.maximum(ratio, 1 - low), 1 + high) * credit
         clipped = bounded > plain
         value = tl.where(clipped, bounded, plain)
-        held = (credit < 0) & (value > -dual * credit)
-        value = tl.where(held, -dual * credit, value)
-        clipped = (clipped | held) & live
+        bounded = (credit < 0) & (value > -dual * credit)
+        value = tl.where(bounded, -dual * credit, value)
+        clipped = (clipped | bounded) & live
         weight = load_live(weight_ptr, at, live)
-        slope = tl.where(free & ~clipped & (logp > float("-inf")), plain, 0.0)
+        slope = tl.where(held | clipped | (logp == float("-inf")), 0.0, plain)
         tl.store(value_ptr + at, tl.where(live, weight * value, 0.0), mask=inside)
         tl.store(slope_ptr + at, tl.where(live, weight * slope, 0.0), mask=inside)
         tl.store(ratio_ptr + at, tl.where(live, ratio, 0.0), mask=inside)

@@ -9,7 +9,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Stands for a logit that is out of the support. Finite, so that m - m and 0 * x stay defined; far below any real logit.
 OUT = tl.constexpr(-1e30)
-LOWEST = tl.constexpr(-5e29)  # no logit of the support is lower
+LOWEST = tl.constexpr(-1.2e9)  # no logit of the support is lower; below, a rounded max could be 2^128 off
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 STATS_TILES = tl.constexpr(4)  # loads in flight, which share one running max per lane
 GRAD_TILES = tl.constexpr(8)
@@ -50,7 +50,9 @@ def multiply_subtract(x, a, b):
 def tanh(u):
     e = tl.exp2(tl.abs(u) * (-2 * LOG2E))
     y = (1 - e) / (1 + e)
-    return tl.where(u < 0, -y, y)
+    uu = u * u
+    near_0 = u * (1 + uu * (-1 / 3 + uu * (2 / 15 + uu * (-17 / 315 + uu * (62 / 2835)))))
+    return tl.where(tl.abs(u) < 0.25, near_0, tl.where(u < 0, -y, y))
 
 
 @triton.jit
@@ -110,7 +112,7 @@ def row_sums(
 
     A tile is [LANES, VEC] with VEC neighbouring logits (16 bytes) in one thread. The sums live per lane and meet once,
     after the loop, which so needs no barrier and no shuffle, and 1 + 1 / (STATS_TILES * VEC) exponentials per logit. A
-    row without support gives max <= LOWEST * scale.
+    row without support gives a sum of 0.
     """
     TILE: tl.constexpr = LANES * VEC
     STEP: tl.constexpr = STATS_TILES * TILE

@@ -28,7 +28,7 @@ def teacher_pair_kernel(
     row_ptr = row_pointer(logits_ptr, row, rows_per_batch, stride_batch, stride_row)
     m, s, w, _ = row_sums(row_ptr, num_columns, scale, logit_scale, softcap, SOFTCAP, False, LANES, VEC)
     logp = row_logp(row_ptr, y, num_columns, m, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
-    store_stats(row, num_rows, num_columns, m, s, w, scale, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr)
+    store_stats(row, num_rows, num_columns, m, s, w, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr)
     row_ptr = row_pointer(teacher_ptr, row, teacher_rows_per_batch, stride_teacher_batch, stride_teacher_row)
     m, s, _, _ = row_sums(row_ptr, num_columns, scale, logit_scale, softcap, SOFTCAP, False, LANES, TEACHER_VEC)
     logp = row_logp(row_ptr, y, num_columns, m, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)

@@ -39,12 +39,12 @@ def store_unwanted(row, num_rows, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr
 
 
 @triton.jit
-def store_stats(row, num_rows, num_columns, m, s, w, scale, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr):
+def store_stats(row, num_rows, num_columns, m, s, w, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr):
     """entropy = log sum 2^t - sum 2^t t / sum 2^t, held to [0, log V]; a row without support has entropy 0 and lse
     -inf.
     """
     log2_sum = tl.log2(s)
-    empty = m <= LOWEST * scale
+    empty = s == 0
     entropy = (log2_sum - w / s) * LN2
     entropy = tl.where(empty | (entropy < 0), 0.0, entropy)
     bound = tl.log2(num_columns.to(tl.float32)) * LN2
@@ -72,9 +72,9 @@ def token_stats_kernel(
     _, scale = row_scale(temperature_ptr, row, stride_temperature, logit_scale, SOFTCAP)
     m, s, w, q = row_sums(row_ptr, num_columns, scale, logit_scale, softcap, SOFTCAP, SUM_SQ, LANES, VEC)
     logp = row_logp(row_ptr, y, num_columns, m, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
-    store_stats(row, num_rows, num_columns, m, s, w, scale, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr)
+    store_stats(row, num_rows, num_columns, m, s, w, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr)
     if SUM_SQ:
-        tl.store(sum_sq_ptr + row, tl.where(m <= LOWEST * scale, 0.0, q / (s * s)))
+        tl.store(sum_sq_ptr + row, tl.where(s == 0, 0.0, q / (s * s)))
 
 
 @triton.jit
