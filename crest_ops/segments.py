@@ -155,7 +155,7 @@ def _checked(values: Tensor, ids: Tensor, num_segments: int | None) -> tuple[Ten
 def _check_ids(ids: Tensor, num_segments: int | None) -> None:
     """Raises ValueError: ids no [N] int tensor, num_segments no count, an id outside [-1, num_segments)."""
     if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
-        found = f"has dtype {ids.dtype}, shape {[*ids.shape]}" if isinstance(ids, Tensor) else f"is {type(ids).__name__}"
+        found = f"has dtype {ids.dtype}, shape {[*ids.shape]}" if isinstance(ids, Tensor) else "is no tensor"
         raise ValueError(f"ids {found}, want [N] int32 or int64")
     if num_segments is not None and (not isinstance(num_segments, int) or num_segments < 0):
         raise ValueError(f"num_segments is {num_segments!r}, want an int >= 0")
