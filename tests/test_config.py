@@ -1,5 +1,7 @@
 """Configuration: defaults are the default run, files round-trip, mistakes are named."""
 
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,20 @@ def written(tmp_path, text):
     path = tmp_path / "run.toml"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    """Write modules of the user's own into the current folder, which is not on sys.path."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+
+    def write(name, text):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / "here" / f"{name}.py").write_text(textwrap.dedent(text), encoding="utf-8")
+
+    return write
 
 
 def test_default_run():
@@ -90,6 +106,76 @@ def test_environments_by_name_and_by_import():
     with pytest.raises(ValueError, match="could not import 'toy:Tay'"):
         make_environment("toy:Tay", {})
     assert FIRST_HELD_OUT_SEED == 2**30
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"num_turns": "8"}, "desk: num_turns: .*integer, found '8'"),
+        ({"num_turns": 2.5}, "desk: num_turns: .*integer.*, found 2.5"),
+        ({"num_turns": True}, "desk: num_turns: .*integer, found True"),
+        ({"num_turns": [8]}, "desk: num_turns: .*integer, found "),
+        ({"coupled": "x"}, "desk: coupled: .*number, found 'x'"),
+    ],
+)
+def test_options_of_another_type_are_named(options, complaint):
+    with pytest.raises(ValueError, match=f"^environment.options: {complaint}"):
+        make_environment("desk", options)
+
+
+def test_what_a_constructor_refuses_names_the_environment():
+    with pytest.raises(ValueError, match="^environment: desk .* {'num_turns': 0}: num_turns is 0; wanted at least 1"):
+        make_environment("desk", {"num_turns": 0})
+
+
+def test_options_come_as_the_annotation_has_them(own_module):
+    own_module(
+        "annotated",
+        """
+        from pathlib import Path
+        from toy import Toy
+        class Own(Toy):
+            def __init__(self, sizes: tuple[int, ...] = (), root: Path | None = None, other: Toy = None, **rest):
+                super().__init__()
+                self.given = sizes, root, other, rest
+                self.lost = {}["key"] if rest.get("fail") else None
+        class Unread(Toy):
+            def __init__(self, size: "Missing", *, loud: bool = False):
+                super().__init__()
+        """,
+    )
+    made = make_environment("annotated:Own", {"sizes": [1, 2], "root": "data", "other": 3, "more": 4})
+    assert made.given == ((1, 2), Path("data"), 3, {"more": 4})
+    with pytest.raises(ValueError, match="annotated:Own: sizes.1: .*integer, found"):
+        make_environment("annotated:Own", {"sizes": [1, "2"]})
+    with pytest.raises(
+        ValueError, match="annotated:Own could not be made with options {'fail': True}: KeyError: 'key'"
+    ):
+        make_environment("annotated:Own", {"fail": True})
+    assert make_environment("annotated:Unread", {"size": "any"})
+    with pytest.raises(ValueError, match="annotated:Unread could not be made with options {}: TypeError: .*'size'"):
+        make_environment("annotated:Unread", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("os:path", "'os:path' is a module; wanted a class"),
+        ("os:getcwd", "os:getcwd makes a str, which has no reset, step, gold"),
+        (":X", "found ':X', wanted module:Class"),
+        ("os:", "found 'os:', wanted module:Class"),
+        ("nowhere_at_all:X", "could not import 'nowhere_at_all:X': No module named"),
+        ("broken_syntax:X", "could not import 'broken_syntax:X': SyntaxError"),
+        ("broken_import:X", "could not import 'broken_import:X': ZeroDivisionError"),
+        ("broken_exit:X", "could not import 'broken_exit:X': SystemExit"),
+    ],
+)
+def test_modules_that_make_no_environment_are_named(own_module, name, complaint):
+    own_module("broken_syntax", "def (:")
+    own_module("broken_import", "1 / 0")
+    own_module("broken_exit", "raise SystemExit(3)")
+    with pytest.raises(ValueError, match=f"^environment.name: {complaint}"):
+        make_environment(name, {})
 
 
 def test_methods_by_name():
