@@ -13,3 +13,11 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def policy_folder(tmp_path_factory):
+    """A policy that does about half of the toy's turns."""
+    from toy_runs import save_policy  # here, since most tests need no trainer
+
+    return save_policy(tmp_path_factory.mktemp("policy"))

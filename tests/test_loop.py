@@ -1,6 +1,5 @@
-"""The loop: exact resume, same seed same run, gradients that no split changes, what a run leaves behind."""
+"""The loop: same seed same run, gradients that no split changes, what a run leaves behind."""
 
-import json
 import math
 
 import pytest
@@ -14,59 +13,13 @@ from crest_train.imitation import imitate
 from crest_train.loop import session_seeds, train
 from crest_train.report import closing_table, grpo_reference
 from crest_train.rollouts import Sampling, rollout
-from crest_train.run_folder import RunFolder, find_run
 from crest_train.teacher import teacher_gap
 from crest_train.update import update
 from rich.console import Console
-from safetensors.torch import load_file
 from toy import HINT, Toy, toy_model, toy_tokenizer
+from toy_runs import assert_same_run, drawn, quiet_train, toy_config
 
 from crest_ops import Credit, PPOClip
-
-
-@pytest.fixture(scope="module")
-def policy_folder(tmp_path_factory):
-    """A policy that does about half of the toy's turns."""
-    folder = tmp_path_factory.mktemp("policy")
-    model, tokenizer = toy_model(), toy_tokenizer()
-    config = toy_config(folder, warm_start={"steps": 30, "rate": 3e-3, "sessions": 8})
-    imitate(model, make_chat(tokenizer), config, Console(quiet=True))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def toy_config(folder, **changes):
-    tables = {
-        "environment": {"name": "toy:Toy", "options": {"turns": 2}},
-        "policy": {"model": str(folder)},
-        "rollout": {"sessions": 3, "group_size": 4, "max_action_tokens": 3, "teacher_template": HINT},
-        "training": {"steps": 4, "rate": 1e-3, "rows_per_micro_batch": 4},
-        "evaluation": {"sessions": 20, "every": 2},
-        "run": {"seed": 1, "threads": 1, "checkpoint_every": 2},
-    }
-    return load_config(None, {key: tables.get(key, {}) | changes.get(key, {}) for key in {**tables, **changes}})
-
-
-def quiet_train(config, output):
-    return train(config, output, Console(quiet=True))
-
-
-def drawn(folder):
-    """The metrics that the seed decides."""
-    return [
-        {key: value for key, value in line.items() if not key.endswith("_seconds") and key != "peak_memory_mib"}
-        for line in folder.metrics()
-    ]
-
-
-def weights(folder):
-    return load_file(folder.checkpoint / "model.safetensors")
-
-
-def assert_same_run(one, other):
-    assert drawn(one) == drawn(other)
-    assert all(torch.equal(tensor, weights(other)[name]) for name, tensor in weights(one).items())
 
 
 @pytest.fixture(scope="module")
@@ -78,50 +31,6 @@ def test_same_seed_gives_the_same_run_and_another_does_not(policy_folder, finish
     assert_same_run(finished, quiet_train(toy_config(policy_folder), tmp_path / "again"))
     other = quiet_train(toy_config(policy_folder, run={"seed": 2, "threads": 1}), tmp_path / "other")
     assert drawn(other) != drawn(finished)
-
-
-@pytest.mark.parametrize("stop_at", ["between checkpoints", "before the renames", "between the renames"])
-def test_stopped_run_goes_on_as_if_it_had_not_been(policy_folder, finished, tmp_path, monkeypatch, stop_at):
-    config = toy_config(policy_folder)
-
-    class Stop(Exception):
-        pass
-
-    def stop(*_, **__):
-        raise Stop
-
-    folder, log, save = tmp_path / "run", RunFolder.log, RunFolder.save
-    if stop_at == "between checkpoints":
-        monkeypatch.setattr(RunFolder, "log", lambda s, e, n, **v: log(s, e, n, **v) or (n == 3 and stop()))
-    else:
-        monkeypatch.setattr(
-            RunFolder, "save", lambda s, m, t, o, n: half_save(s, m, t, o, n) if n == 4 else save(s, m, t, o, n)
-        )
-
-    def half_save(run, model, tokenizer, optimizer, step):
-        model.save_pretrained(run.path / "checkpoint.tmp")
-        if stop_at == "between the renames":
-            run.checkpoint.rename(run.path / "checkpoint.old")
-        stop()
-
-    with pytest.raises(Stop):
-        quiet_train(config, folder)
-    monkeypatch.undo()
-    assert RunFolder(folder).saved_step() == 2
-    assert_same_run(quiet_train(config, folder), finished)
-
-
-def test_start_that_came_to_nothing_leaves_no_trace(policy_folder, finished, tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    folder.begin(toy_config(policy_folder))
-    folder.log("warm_start", 0, loss=9.0)
-    assert_same_run(quiet_train(toy_config(policy_folder), folder.path), finished)
-
-
-def test_finished_run_is_left_as_it_is(policy_folder, finished):
-    before = (finished.path / "metrics.jsonl").read_text()
-    quiet_train(toy_config(policy_folder), finished.path)
-    assert (finished.path / "metrics.jsonl").read_text() == before
 
 
 def test_what_a_run_leaves(policy_folder, finished):
@@ -154,56 +63,6 @@ def test_what_a_run_leaves(policy_folder, finished):
     console.print(closing_table(finished.metrics(), config))
     for words in ("turn success (held out)", "session success", "tokens/s", "peak memory", "minutes"):
         assert words in console.export_text(clear=False)
-
-
-def test_new_runs_get_folders_of_their_own(policy_folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = toy_config(policy_folder)
-    assert str(find_run(config, None).path) == "runs/toy-Toy-crest-seed1"
-    for name in ("runs/toy-Toy-crest-seed1", "runs/toy-Toy-crest-seed1-2"):
-        (tmp_path / name).mkdir(parents=True)
-    assert str(find_run(config, None).path) == "runs/toy-Toy-crest-seed1-3"
-
-
-def test_output_that_holds_something_else_is_refused_unharmed(policy_folder, finished, tmp_path):
-    with pytest.raises(ValueError, match="holds a run with another configuration"):
-        quiet_train(toy_config(policy_folder, training={"steps": 9}), finished.path)
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="exists and holds no run"):
-        quiet_train(toy_config(policy_folder), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
-def test_checkpoint_cut_in_half_is_noticed(policy_folder, tmp_path, name):
-    config = toy_config(policy_folder, training={"steps": 1})
-    folder = quiet_train(config, tmp_path / "run")
-    path = folder.checkpoint / name
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="checkpoint"):
-        quiet_train(config, folder.path)
-    assert path.read_bytes() == content[: len(content) // 2]
-    path.write_bytes(content)
-    quiet_train(config, folder.path)
-
-
-def test_bad_input_leaves_no_folder(policy_folder, tmp_path):
-    bare = toy_model()
-    bare.save_pretrained(tmp_path / "bare")
-    tokenizer = toy_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path / "bare")
-    for changes, complaint in (
-        ({"policy": {"model": str(tmp_path / "nothing")}}, "no model folder"),
-        ({"policy": {"model": str(tmp_path / "bare")}}, "no chat template"),
-        ({"method": {"name": "cresst"}}, "unknown method"),
-        ({"environment": {"name": "dsk"}}, "unknown environment"),
-        ({"environment": {"options": {"turn": 3}}}, "no option 'turn'"),
-    ):
-        with pytest.raises(ValueError, match=complaint):
-            quiet_train(toy_config(policy_folder, **changes), tmp_path / "run")
-        assert not (tmp_path / "run").exists()
 
 
 def test_sessions_that_outgrow_the_context_are_told_once_and_train_on(policy_folder, tmp_path, capsys):
@@ -387,14 +246,3 @@ def test_grpo_reference_is_read_from_the_results_file(tmp_path):
     assert grpo_reference(load_config(None, {"environment": {"options": {"num_turns": 4}}}), path) is None
     assert "0.200" in grpo_reference(load_config(None, {"environment": {"options": {"num_turns": 16}}}), path)
     assert grpo_reference(load_config(None, {"environment": {"options": {"coupled": 0.9}}}), path) is None
-
-
-def test_metrics_line_cut_short_by_a_stop_is_dropped(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.log("step", 1, loss=0.5)
-    folder.log("step", 2, loss=0.25)
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"event": "step", "step": 3})[:10])
-    assert [line["step"] for line in folder.metrics()] == [1, 2]
-    folder.forget_after(1)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"event": "step", "step": 1, "loss": 0.5}\n'

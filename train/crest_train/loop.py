@@ -62,7 +62,7 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
         folder.restore_optimizer(optimizer)
         folder.forget_after(done)
         console.print(f"{folder.path} holds {done} of {config.training.steps} steps: going on", soft_wrap=True)
-    evaluate_once(folder, model, chat, config, done, console)
+    evaluate_where_due(folder, model, chat, config, done, console)
 
     total, with_teacher = config.training.steps, "teacher_gap_N" in method.needs
     cuts_told = False
@@ -126,8 +126,7 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
                 title = f"{config.method.name} on {config.environment.name}, step {step}"
                 page = trajectories_page(title, batch, credit, tokenizer, config.run.sessions_shown)
                 folder.write("trajectories.html", page)
-            if step == total or due(step, config.evaluation.every):
-                evaluate_once(folder, model, chat, config, step, console)
+            evaluate_where_due(folder, model, chat, config, step, console)
     finish(folder, config, console)
     return folder
 
@@ -161,10 +160,12 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def evaluate_once(
+def evaluate_where_due(
     folder: RunFolder, model: PreTrainedModel, chat: Chat, config: Config, step: int, console: Console
 ) -> None:
-    """Evaluate after `step`, log it and say it, unless metrics.jsonl has it already."""
+    """Evaluate, log it and say it: at the first step, the last and those between that are due, each of them once."""
+    if not (step in (0, config.training.steps) or due(step, config.evaluation.every)):
+        return
     if any(line["event"] == "evaluation" and line["step"] == step for line in folder.metrics()):
         return
     found = evaluate(model, chat, config)

@@ -125,7 +125,7 @@ class RunFolder:
         state: dict[int, dict[str, torch.Tensor]] = {}
         for key, value in tensors.items():
             index, _, name = key.partition(".")
-            state.setdefault(int(index), {})[name] = value
+            state.setdefault(int(index), {})[name] = value.clone()  # out of the mapped file: see load_pretrained
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
     def _damaged(self, error: Exception) -> ValueError:

@@ -1,0 +1,174 @@
+"""The folder of a run: exact resume, one run at a time, what is damaged, what must not be overwritten."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from crest_train.model import load_pretrained
+from crest_train.policy import TinyConfig, TinyForCausalLM
+from crest_train.run_folder import RunFolder, find_run
+from safetensors.torch import load_file, save_file
+from toy import WORDS, toy_model, toy_tokenizer
+from toy_runs import assert_same_run, quiet_train, toy_config
+
+
+class Stop(Exception):
+    """A run ends here."""
+
+
+@pytest.fixture(scope="module")
+def finished(policy_folder, tmp_path_factory):
+    return quiet_train(toy_config(policy_folder), tmp_path_factory.mktemp("runs") / "run")
+
+
+def stop_after_save(monkeypatch, step):
+    """Stop the next run as soon as the checkpoint of `step` is written."""
+    save = RunFolder.save
+
+    def save_and_stop(folder, model, tokenizer, optimizer, at):
+        save(folder, model, tokenizer, optimizer, at)
+        if at == step:
+            raise Stop
+
+    monkeypatch.setattr(RunFolder, "save", save_and_stop)
+
+
+@pytest.mark.parametrize("kind", ["llama", "built-in"])
+def test_run_stopped_after_any_step_is_bitwise_the_uninterrupted_one(policy_folder, tmp_path, monkeypatch, kind):
+    changes = {"run": {"seed": 1, "threads": 1, "checkpoint_every": 1}, "evaluation": {"sessions": 8, "every": 3}}
+    if kind == "built-in":
+        torch.manual_seed(0)
+        tiny = TinyForCausalLM(TinyConfig(vocab_size=len(WORDS), eos_token_id=WORDS.index(";")))
+        tiny.save_pretrained(tmp_path / "tiny")
+        toy_tokenizer().save_pretrained(tmp_path / "tiny")
+        changes["warm_start"] = {"steps": 8, "rate": 3e-3, "sessions": 8}
+    config = toy_config(policy_folder if kind == "llama" else tmp_path / "tiny", **changes)
+    whole = quiet_train(config, tmp_path / "whole")
+    assert any(line.get("trained_rows") for line in whole.metrics())
+    for step in (0, 1, 2, 3):
+        with monkeypatch.context() as patch, pytest.raises(Stop):
+            stop_after_save(patch, step)
+            quiet_train(config, tmp_path / f"{step}")
+        assert_same_run(quiet_train(config, tmp_path / f"{step}"), whole)
+
+
+@pytest.mark.parametrize("shift", range(8))
+def test_what_a_checkpoint_gives_back_is_aligned(policy_folder, finished, tmp_path, shift):
+    """CPU kernels differ in the last bits between data at multiples of 64 bytes and other data."""
+    config, folder = toy_config(policy_folder), RunFolder(tmp_path)
+    shutil.copytree(finished.checkpoint, folder.checkpoint)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        tensors = {key: value.clone() for key, value in load_file(folder.checkpoint / name).items()}
+        save_file(tensors, folder.checkpoint / name, metadata={"format": "pt", "shift": " " * 8 * shift})
+    model, _ = load_pretrained(folder.checkpoint, config.policy)
+    optimizer = torch.optim.Adam(model.parameters())
+    folder.restore_optimizer(optimizer)
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    assert len(moments) > 20
+    assert {tensor.data_ptr() % 64 for tensor in (*model.parameters(), *model.buffers(), *moments)} == {0}
+
+
+@pytest.mark.parametrize("stop_at", ["between checkpoints", "before the renames", "between the renames"])
+def test_stopped_run_goes_on_as_if_it_had_not_been(policy_folder, finished, tmp_path, monkeypatch, stop_at):
+    config = toy_config(policy_folder)
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_, **__):
+        raise Stop
+
+    folder, log, save = tmp_path / "run", RunFolder.log, RunFolder.save
+    if stop_at == "between checkpoints":
+        monkeypatch.setattr(RunFolder, "log", lambda s, e, n, **v: log(s, e, n, **v) or (n == 3 and stop()))
+    else:
+        monkeypatch.setattr(
+            RunFolder, "save", lambda s, m, t, o, n: half_save(s, m, t, o, n) if n == 4 else save(s, m, t, o, n)
+        )
+
+    def half_save(run, model, tokenizer, optimizer, step):
+        model.save_pretrained(run.path / "checkpoint.tmp")
+        if stop_at == "between the renames":
+            run.checkpoint.rename(run.path / "checkpoint.old")
+        stop()
+
+    with pytest.raises(Stop):
+        quiet_train(config, folder)
+    monkeypatch.undo()
+    assert RunFolder(folder).saved_step() == 2
+    assert_same_run(quiet_train(config, folder), finished)
+
+
+def test_start_that_came_to_nothing_leaves_no_trace(policy_folder, finished, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(toy_config(policy_folder))
+    folder.log("warm_start", 0, loss=9.0)
+    assert_same_run(quiet_train(toy_config(policy_folder), folder.path), finished)
+
+
+def test_finished_run_is_left_as_it_is(policy_folder, finished):
+    before = (finished.path / "metrics.jsonl").read_text()
+    quiet_train(toy_config(policy_folder), finished.path)
+    assert (finished.path / "metrics.jsonl").read_text() == before
+
+
+def test_new_runs_get_folders_of_their_own(policy_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = toy_config(policy_folder)
+    assert str(find_run(config, None).path) == "runs/toy-Toy-crest-seed1"
+    for name in ("runs/toy-Toy-crest-seed1", "runs/toy-Toy-crest-seed1-2"):
+        (tmp_path / name).mkdir(parents=True)
+    assert str(find_run(config, None).path) == "runs/toy-Toy-crest-seed1-3"
+
+
+def test_output_that_holds_something_else_is_refused_unharmed(policy_folder, finished, tmp_path):
+    with pytest.raises(ValueError, match="holds a run with another configuration"):
+        quiet_train(toy_config(policy_folder, training={"steps": 9}), finished.path)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="exists and holds no run"):
+        quiet_train(toy_config(policy_folder), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
+def test_checkpoint_cut_in_half_is_noticed(policy_folder, tmp_path, name):
+    config = toy_config(policy_folder, training={"steps": 1})
+    folder = quiet_train(config, tmp_path / "run")
+    path = folder.checkpoint / name
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="checkpoint"):
+        quiet_train(config, folder.path)
+    assert path.read_bytes() == content[: len(content) // 2]
+    path.write_bytes(content)
+    quiet_train(config, folder.path)
+
+
+def test_bad_input_leaves_no_folder(policy_folder, tmp_path):
+    bare = toy_model()
+    bare.save_pretrained(tmp_path / "bare")
+    tokenizer = toy_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "bare")
+    for changes, complaint in (
+        ({"policy": {"model": str(tmp_path / "nothing")}}, "no model folder"),
+        ({"policy": {"model": str(tmp_path / "bare")}}, "no chat template"),
+        ({"method": {"name": "cresst"}}, "unknown method"),
+        ({"environment": {"name": "dsk"}}, "unknown environment"),
+        ({"environment": {"options": {"turn": 3}}}, "no option 'turn'"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            quiet_train(toy_config(policy_folder, **changes), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+
+def test_metrics_line_cut_short_by_a_stop_is_dropped(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.log("step", 1, loss=0.5)
+    folder.log("step", 2, loss=0.25)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"event": "step", "step": 3})[:10])
+    assert [line["step"] for line in folder.metrics()] == [1, 2]
+    folder.forget_after(1)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"event": "step", "step": 1, "loss": 0.5}\n'
