@@ -5,6 +5,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from crest_train.config import Config, load_config, to_toml
 from crest_train.credit import make_method
 from crest_train.environments import ENVIRONMENTS, FIRST_HELD_OUT_SEED, make_environment
@@ -83,12 +84,56 @@ def test_overrides_win_over_the_file(tmp_path):
         ("training = 3\n", "training: "),
         ("[method]\nsession_reward = 'sum'\n", "method.session_reward: .*'all' or 'mean'"),
         ("[rollout]\ntemperature = 0\n", "rollout.temperature: "),
+        ("[evaluation]\ntemperature = 0\n", "evaluation.temperature: .*greater than 0, found 0"),
+        ("[training]\nsteps = '1'\n", "training.steps: .*integer, found '1'"),
+        ("[training]\nsteps = 1.0\n", "training.steps: .*integer.*, found 1.0"),
+        ("[training]\nrate = true\n", "training.rate: .*number, found True"),
+        ("[training]\nrate = '1e-3'\n", "training.rate: .*number, found '1e-3'"),
+        ("[training]\nclip = inf\n", "training.clip: .*finite number, found inf"),
+        ("[training]\nbetas = [0.9, 1.0]\n", "training.betas.1: .*less than 1, found 1.0"),
+        ("[training]\nbetas = [-0.1, 0.9]\n", "training.betas.0: .*greater than or equal to 0, found -0.1"),
+        ("[training]\nbetas = ['0.9', 0.9]\n", "training.betas.0: .*number, found '0.9'"),
+        ("[training]\nbetas = [0.9]\n", "training.betas.1: Field required"),
+        ("[training]\nbetas = 0.9\n", "training.betas: .*found 0.9"),
+        ("[run]\nseed = true\n", "run.seed: .*integer, found True"),
+        (f"[run]\nseed = {2**63}\n", "run.seed: .*less than or equal to"),
+        ("[run]\nthreads = 1000000000000\n", "run.threads: .*less than or equal to"),
+        ("[policy]\nmodel = 3\n", "policy.model: .*string, found 3"),
+        ("[policy]\ndevice = 'foo'\n", "policy.device: .*cpu, cuda or cuda:0, .*found 'foo'"),
+        ("[policy]\ndevice = 'meta'\n", "policy.device: .*found 'meta'"),
+        ("[policy]\ndevice = 'cuda:99'\n", "policy.device: .* CUDA device.*found 'cuda:99'"),
+        ("[environment.options]\nwhen = 1979-05-27\n[run]\nthreads = '2'", "run.threads: .*found '2'"),
+        ("[rollout]\nteacher_template = '{foo}'\n", "rollout.teacher_template: .*{request} and {gold}.*found '{foo}'"),
+        ("[rollout]\nteacher_template = '{request} { {gold}'\n", "rollout.teacher_template: .*{request} and {gold}"),
+        ("[rollout]\nteacher_template = '{request} {}'\n", "rollout.teacher_template: "),
+        ("[rollout]\nteacher_template = '{request} {0}'\n", "rollout.teacher_template: "),
+        ("[rollout]\nteacher_template = '{request.x} {gold}'\n", "rollout.teacher_template: "),
+        ("[rollout]\nteacher_template = '{request:d} {gold}'\n", "rollout.teacher_template: "),
+        ("[rollout]\nteacher_template = '{request:{x}} {gold}'\n", "rollout.teacher_template: "),
+        ("[rollout]\nteacher_template = '}'\n", "rollout.teacher_template: "),
         ("steps: 3\n", "run.toml: is no TOML file"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, complaint):
     with pytest.raises(ValueError, match=complaint):
         load_config(written(tmp_path, text), {"training": {}})
+
+
+def test_cuda_is_asked_for_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="^policy.device: .*found 'cuda'"):
+        load_config(None, {"policy": {"device": "cuda"}})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert load_config(None, {"policy": {"device": "cuda:1"}}).policy.device == "cuda:1"
+    with pytest.raises(ValueError, match="^policy.device: .*2 CUDA devices, found 'cuda:2'"):
+        load_config(None, {"policy": {"device": "cuda:2"}})
+
+
+def test_whole_numbers_may_stand_where_any_may_and_betas_are_a_list(tmp_path):
+    config = load_config(written(tmp_path, "[training]\nclip = 2\nbetas = [0, 0.5]\n[evaluation]\ntemperature = 0.5\n"))
+    assert (config.training.clip, config.training.betas, config.evaluation.temperature) == (2.0, (0.0, 0.5), 0.5)
+    braces = load_config(None, {"rollout": {"teacher_template": "{request} {{{gold:>3}}}"}}).rollout
+    assert braces.teacher_template.format(request="a", gold="b") == "a {  b}"
 
 
 def test_missing_file(tmp_path):
@@ -148,9 +193,7 @@ def test_options_come_as_the_annotation_has_them(own_module):
     assert made.given == ((1, 2), Path("data"), 3, {"more": 4})
     with pytest.raises(ValueError, match="annotated:Own: sizes.1: .*integer, found"):
         make_environment("annotated:Own", {"sizes": [1, "2"]})
-    with pytest.raises(
-        ValueError, match="annotated:Own could not be made with options {'fail': True}: KeyError: 'key'"
-    ):
+    with pytest.raises(ValueError, match="annotated:Own .* options {'fail': True}: KeyError: 'key'"):
         make_environment("annotated:Own", {"fail": True})
     assert make_environment("annotated:Unread", {"size": "any"})
     with pytest.raises(ValueError, match="annotated:Unread could not be made with options {}: TypeError: .*'size'"):
@@ -188,6 +231,24 @@ def test_methods_by_name():
         make_method(section.model_copy(update={"options": {"tau": -1.0}}))
     with pytest.raises(ValueError, match="method.options: .*hihg"):
         make_method(section.model_copy(update={"options": {"surrogate": {"hihg": 0.3}}}))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"unbiased": "no"}, "unbiased is 'no', want one like True"),
+        ({"lam": True}, "lam is True, want one like 0.3"),
+        ({"lam": "0.3"}, "lam is '0.3'"),
+        ({"surrogate": "ppo"}, "surrogate is 'ppo'"),
+        ({"surrogate": {"dual": True}}, "dual is True"),
+        ({"surrogate": {"dual": "3"}}, "str"),
+        ({"reduction": ["token_mean"]}, "reduction is "),
+        ({"gate": "entropy"}, "gate 'entropy' needs entropy_N, which the trainer does not gather"),
+    ],
+)
+def test_method_options_of_another_type_are_named(options, complaint):
+    with pytest.raises(ValueError, match=f"^method.options: .*{complaint}"):
+        make_method(Config().method.model_copy(update={"options": options}))
 
 
 def test_a_table_changes_the_surrogates_fields():

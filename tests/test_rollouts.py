@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from crest_train import rollouts
+from crest_train import evaluate, rollouts
 from crest_train.chat import make_chat
+from crest_train.config import load_config
 from crest_train.model import check_policy, hidden_states
 from crest_train.rollouts import Sampling, demonstrate, rollout
 from toy import HINT, WORDS, Toy, toy_model, toy_tokenizer
@@ -212,6 +213,19 @@ def test_demonstration_stops_at_the_end_of_the_turn():
     toy.gold = lambda: " "
     with pytest.raises(ValueError, match=r"gold\(\) is empty in turn 0 of session 1"):
         demonstrate(toy_model(), make_chat(toy_tokenizer()), [toy], [1], sampling=Sampling())
+
+
+def test_evaluation_samples_at_its_own_temperature(monkeypatch):
+    taken = []
+    monkeypatch.setattr(
+        evaluate, "rollout", lambda *args, **options: taken.append(options["sampling"]) or rollout(*args, **options)
+    )
+    tables = {"environment": {"name": "toy:Toy"}, "rollout": {"temperature": 0.5}, "evaluation": {"sessions": 2}}
+    chat = make_chat(toy_tokenizer())
+    evaluate.evaluate(toy_model(), chat, load_config(None, tables))
+    tables["evaluation"]["temperature"] = 0.25
+    evaluate.evaluate(toy_model(), chat, load_config(None, tables))
+    assert [sampling.temperature for sampling in taken] == [1.0, 0.25]
 
 
 def test_lockstep_smaller_than_the_batch():

@@ -2,9 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from string import Formatter
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 try:
     import tomllib
@@ -13,9 +14,9 @@ except ModuleNotFoundError:  # Python 3.10
 
 
 class Section(BaseModel):
-    """A table of the configuration file."""
+    """A table of the configuration file; its values are taken strictly ("1" and true are no numbers)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class EnvironmentSection(Section):
@@ -26,11 +27,29 @@ class EnvironmentSection(Section):
 
 
 class PolicySection(Section):
-    """model: "desk" (the built-in small policy), "smollm2" (fetched), or a folder that `save_pretrained` wrote."""
+    """model: "desk" (the built-in small policy), "smollm2" (fetched), or a folder that `save_pretrained` wrote.
+
+    device: "cpu", "cuda" or "cuda:N".
+    """
 
     model: str = "desk"
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
+
+    @field_validator("device")
+    @classmethod
+    def _is_there(cls, device: str) -> str:
+        if device == "cpu":
+            return device
+        kind, _, index = device.partition(":")
+        if kind != "cuda" or not (device == "cuda" or index.isdecimal()):
+            raise ValueError("wanted cpu, cuda or cuda:0, cuda:1, ...")
+        import torch  # late: a run on the CPU is checked without it
+
+        count = torch.cuda.device_count()
+        if int(index or 0) >= count:
+            raise ValueError(f"torch finds {count or 'no'} CUDA device{'s' * (count != 1)}")
+        return device
 
 
 class WarmStartSection(Section):
@@ -70,6 +89,22 @@ class RolloutSection(Section):
     max_action_tokens: int = Field(8, ge=1)
     teacher_template: str = "{request} <hint> {gold} </hint>"
 
+    @field_validator("teacher_template")
+    @classmethod
+    def _can_be_filled_in(cls, template: str) -> str:
+        wanted = "wanted a text with {request} and {gold}, other braces doubled"
+        try:
+            fields = {field for _, field, _, _ in Formatter().parse(template)} - {None}
+            template.format(request="a", gold="b")
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise ValueError(f"{wanted} ({error})") from error
+        if not fields <= {"request", "gold"}:
+            raise ValueError(wanted)
+        return template
+
+
+Beta = Annotated[float, Field(strict=True, ge=0, lt=1)]
+
 
 class TrainingSection(Section):
     """steps: rollout-and-update rounds; minibatches and epochs: optimizer steps per round (minibatches x epochs).
@@ -81,7 +116,7 @@ class TrainingSection(Section):
     minibatches: int = Field(2, ge=1)
     epochs: int = Field(1, ge=1)
     rate: float = Field(6e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)  # a list in the file
     clip: float = Field(1.0, gt=0)
     rows_per_micro_batch: int = Field(8, ge=1)
 
@@ -89,19 +124,21 @@ class TrainingSection(Section):
 class EvaluationSection(Section):
     """sessions: held-out sessions; every: steps between evaluations (0: only before and after).
 
+    temperature: of sampling there.
     options: what the environment of evaluation has different from [environment.options].
     """
 
     sessions: int = Field(512, ge=1)
     every: int = Field(10, ge=0)
+    temperature: float = Field(1.0, gt=0)
     options: dict[str, Any] = {}
 
 
 class RunSection(Section):
     """seed: of everything drawn; threads: of torch (0: torch's own choice); checkpoint_every: steps (0: ends only)."""
 
-    seed: int = Field(0, ge=0)
-    threads: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**63 - 1)
+    threads: int = Field(0, ge=0, le=1024)
     checkpoint_every: int = Field(10, ge=0)
     sessions_shown: int = Field(6, ge=0)
 
@@ -149,7 +186,7 @@ def load_config(path: Path | None = None, overrides: dict[str, dict[str, Any]] |
 def _explain(problem: dict[str, Any]) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] != "extra_forbidden":
-        return f"{key}: {problem['msg']}, found {problem['input']!r}"
+        return f"{key}: {problem['msg'].removeprefix('Value error, ')}, found {problem['input']!r}"
     *tables, _ = problem["loc"]
     section: type[BaseModel] = Config
     for table in tables:

@@ -28,17 +28,26 @@ def make_method(section: MethodSection) -> tuple[Any, Any]:
     for option in section.options:
         if option not in known:
             raise ValueError(f"method.options: {section.name} has no option {option!r}; known: {', '.join(known)}")
-    defaults = method.Config()
     try:
-        options = {name: _replaced(getattr(defaults, name), value) for name, value in section.options.items()}
-        return method, replace(defaults, **options)
+        config = _with(method.Config(), section.options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"method.options: {error}") from error
+    if (gate := getattr(config, "gate", None)) and f"{gate}_N" not in GATHERED:
+        raise ValueError(f"method.options: gate {gate!r} needs {gate}_N, which the trainer does not gather")
+    return method, config
 
 
-def _replaced(default: Any, value: Any) -> Any:
-    """The value; a table for a field that is itself a dataclass (the surrogate) changes that one's fields."""
-    return replace(default, **value) if is_dataclass(default) and isinstance(value, dict) else value
+def _with(config: Any, options: dict[str, Any]) -> Any:
+    """The dataclass with these fields; a table for a field that is itself one (the surrogate) changes that one's."""
+    changes = {}
+    for name, value in options.items():
+        default = getattr(config, name, None)
+        if is_dataclass(default) and isinstance(value, dict):
+            value = _with(default, value)
+        elif isinstance(default, bool) != isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}, want one like {default!r}")
+        changes[name] = value
+    return replace(config, **changes)
 
 
 def session_reward(rollout: Rollout, kind: str) -> torch.Tensor:

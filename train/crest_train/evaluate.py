@@ -1,4 +1,4 @@
-"""Success on held-out sessions, sampled at temperature 1."""
+"""Success on held-out sessions, sampled at a temperature of its own."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def evaluate(model: PreTrainedModel, chat: Chat, config: Config) -> dict[str, fl
         environments,
         [FIRST_HELD_OUT_SEED + i for i in range(num_sessions)],
         generator=torch.Generator(model.device).manual_seed(0),
-        sampling=replace(sampling_of(config), temperature=1.0),
+        sampling=replace(sampling_of(config), temperature=config.evaluation.temperature),
     )
     return {
         "turn_success": float(played.turn_reward.sum() / played.num_turns.sum()),
