@@ -1,6 +1,8 @@
 """The command: what it prints, and that mistakes are one line and exit code 2."""
 
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from crest_train.cli import main
@@ -62,3 +64,60 @@ def test_mistakes_are_one_line_with_exit_code_2(monkeypatch, capsys, recipe, tmp
         said = capsys.readouterr()
         assert said.out == "" and "Traceback" not in said.err
         assert said.err.count("\n") == 1 and said.err.startswith("error: ") and words in said.err
+
+
+def complaint(monkeypatch, capsys, *arguments):
+    """What a mistaken command says: one line, with exit code 2."""
+    assert crest_train(monkeypatch, *arguments) == 2
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err and said.err.count("\n") == 1 and said.err.startswith("error: ")
+    return said.err
+
+
+def test_paths_that_cannot_be_written_are_named(monkeypatch, capsys, recipe, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert str(file) in complaint(monkeypatch, capsys, "run", recipe, "--output", file / "sub")
+    assert "/proc/sub" in complaint(monkeypatch, capsys, "run", recipe, "--output", "/proc/sub")
+    monkeypatch.setenv("CREST_CACHE", str(file))
+    built_in = tmp_path / "built_in.toml"
+    built_in.write_text("[training]\nsteps = 1\n")
+    assert str(file) in complaint(monkeypatch, capsys, "run", built_in, "--output", tmp_path / "out")
+
+
+@pytest.mark.parametrize("end", [40, 130])
+def test_chat_template_cut_in_half(monkeypatch, capsys, recipe, tmp_path, end):
+    tokenizer = toy_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template[:end]
+    tokenizer.save_pretrained(tmp_path / "policy")
+    said = complaint(monkeypatch, capsys, "run", recipe, "--output", tmp_path / "out")
+    assert "policy.model: the chat template of its tokenizer is broken: " in said
+
+
+def test_installed_command_finds_a_module_in_the_current_folder(recipe, tmp_path):
+    (tmp_path / "my_environment.py").write_text("class Mine:\n    def __init__(self):\n        print('found')\n")
+    recipe.write_text(recipe.read_text().replace("toy:Toy", "my_environment:Mine"))
+    command = Path(sys.executable).with_name("crest-train")
+    done = subprocess.run([command, "run", recipe], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "found" in done.stdout
+    assert "my_environment:Mine makes a Mine, which has no reset, step, gold" in done.stderr
+
+
+def test_mistakes_that_were_tracebacks(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "run.toml"
+    for text, words in (
+        ('[environment.options]\nnum_turns = "8"', "desk: num_turns: "),
+        ('[environment.options]\ncoupled = "x"', "desk: coupled: "),
+        ("[evaluation.options]\nnum_turns = 2.5", "desk: num_turns: "),
+        ('[environment]\nname = "os:path"', "'os:path' is a module"),
+        ('[environment]\nname = ":X"', "found ':X', wanted module:Class"),
+        ('[policy]\ndevice = "foo"', "policy.device: "),
+        ('[rollout]\nteacher_template = "{foo}"', "rollout.teacher_template: "),
+        ('[rollout]\nteacher_template = "{ {gold}"', "rollout.teacher_template: "),
+        ("[training]\nbetas = [0.9, 1.5]", "training.betas.1: "),
+        ("[run]\nseed = true", "run.seed: "),
+        ('[training]\nsteps = "1"', "training.steps: "),
+    ):
+        path.write_text(text + "\n")
+        assert words in complaint(monkeypatch, capsys, "run", path, "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from jinja2 import TemplateError
 from rich.console import Console
+from rich.markup import escape
 
 from crest_train import fetch as fetching
 
@@ -22,7 +24,7 @@ def run(
     config: Annotated[
         Path | None, typer.Argument(help="TOML file (see train/recipes/desk.toml); without it, the default run.")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="Credit method: grpo, turn_grpo, crest, ...")] = None,
+    method: Annotated[str | None, typer.Option(help="Credit method: grpo, turn_grpo or crest.")] = None,
     steps: Annotated[int | None, typer.Option(help="Rollout-and-update rounds.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same run.")] = None,
     output: Annotated[
@@ -30,7 +32,10 @@ def run(
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
 ) -> None:
-    """Train, and leave a folder with configuration, metrics, checkpoint, curves and sampled sessions."""
+    """Train, and leave a folder with configuration, metrics, checkpoint, curves and sampled sessions.
+
+    An environment of your own (environment.name = "module:Class") is looked for in the current folder first.
+    """
     # Imported late: help and mistakes in the configuration need no torch.
     from crest_train.config import load_config
 
@@ -61,10 +66,15 @@ def main() -> None:
     """Entry point: what is wrong with the input is told in one line, with exit code 2."""
     try:
         app()
-    except (ValueError, fetching.FetchError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {_escaped(error)}", soft_wrap=True, highlight=False)
+    except (ValueError, OSError, TemplateError, fetching.FetchError) as error:
+        words = escape(" ".join(_told(error).split()))
+        Console(stderr=True).print(f"[bold red]error:[/] {words}", soft_wrap=True, highlight=False)
         sys.exit(2)
 
 
-def _escaped(error: Exception) -> str:
-    return " ".join(str(error).split()).replace("[", "\\[")
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename2 or error.filename}: {error.strerror}"
+    if isinstance(error, TemplateError):
+        return f"policy.model: the chat template of its tokenizer is broken: {error}"
+    return str(error) or type(error).__name__
