@@ -2,12 +2,17 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
+from crest_train.config import load_config
+from crest_train.loop import train
 from crest_train.model import load_pretrained
 from crest_train.policy import TinyConfig, TinyForCausalLM
-from crest_train.run_folder import RunFolder, find_run
+from crest_train.run_folder import RunFolder, claim_run
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from toy import WORDS, toy_model, toy_tokenizer
 from toy_runs import assert_same_run, quiet_train, toy_config
@@ -101,9 +106,11 @@ def test_stopped_run_goes_on_as_if_it_had_not_been(policy_folder, finished, tmp_
 
 
 def test_start_that_came_to_nothing_leaves_no_trace(policy_folder, finished, tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    folder.begin(toy_config(policy_folder))
+    """Not even when it was of another configuration."""
+    folder = RunFolder(tmp_path)
+    folder.begin(toy_config(policy_folder, training={"steps": 9}))
     folder.log("warm_start", 0, loss=9.0)
+    folder.write("trajectories.html", "old")
     assert_same_run(quiet_train(toy_config(policy_folder), folder.path), finished)
 
 
@@ -116,10 +123,79 @@ def test_finished_run_is_left_as_it_is(policy_folder, finished):
 def test_new_runs_get_folders_of_their_own(policy_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = toy_config(policy_folder)
-    assert str(find_run(config, None).path) == "runs/toy-Toy-crest-seed1"
-    for name in ("runs/toy-Toy-crest-seed1", "runs/toy-Toy-crest-seed1-2"):
-        (tmp_path / name).mkdir(parents=True)
-    assert str(find_run(config, None).path) == "runs/toy-Toy-crest-seed1-3"
+    with claim_run(config, None) as first, claim_run(config, None) as second:
+        assert [str(first.path), str(second.path)] == ["runs/toy-Toy-crest-seed1", "runs/toy-Toy-crest-seed1-2"]
+        second.checkpoint.mkdir()
+    assert not first.path.exists() and second.path.exists()
+    (tmp_path / first.path).mkdir()
+    with claim_run(config, None) as third:
+        assert str(third.path) == "runs/toy-Toy-crest-seed1-3"
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_folder_holds_one_run_at_a_time(policy_folder, tmp_path, exists):
+    config, output = toy_config(policy_folder, training={"steps": 1}), tmp_path / "run"
+    if exists:
+        output.mkdir()
+    with claim_run(config, output) as folder:
+        folder.begin(config)
+        with pytest.raises(ValueError, match=f"{output}: a run is going on there"):
+            quiet_train(config, output)
+        assert (output / "config.toml").exists()
+    quiet_train(config, output)
+
+
+def test_lock_of_a_killed_process_does_not_block(policy_folder, tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from crest_train.config import load_config\n"
+        "from crest_train.run_folder import claim_run\n"
+        "with claim_run(load_config(), Path(sys.argv[1])): os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True)
+    assert done.returncode == -9 and (tmp_path / "run").exists()
+    assert quiet_train(toy_config(policy_folder, training={"steps": 1}), tmp_path / "run").saved_step() == 1
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_start_that_fails_does_not_block_a_corrected_one(policy_folder, tmp_path, exists):
+    output = tmp_path / "run"
+    if exists:
+        output.mkdir()
+    toy_model(context=4).save_pretrained(tmp_path / "short")
+    toy_tokenizer().save_pretrained(tmp_path / "short")
+    for model in ("nothing", "short"):  # before anything is written, and in the warm start
+        with pytest.raises(ValueError, match="policy.model"):
+            quiet_train(toy_config(tmp_path / model, warm_start={"steps": 1}), output)
+        assert output.exists() == exists
+    quiet_train(toy_config(policy_folder, training={"steps": 1}), output)
+
+
+def test_output_that_cannot_be_made_is_refused(policy_folder, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for output, words in ((tmp_path / "notes.txt", "holds no run"), (tmp_path / "notes.txt" / "run", "cannot write")):
+        with pytest.raises(ValueError, match=f"--output: .*{words}"):
+            quiet_train(toy_config(policy_folder), output)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_interrupt_tells_how_to_go_on(policy_folder, finished, tmp_path, monkeypatch, capsys, at):
+    log, output = RunFolder.log, tmp_path / "my run"
+
+    def interrupt(folder, event, step, **values):
+        if step > at or event == "warm_start" and at == 0:
+            raise KeyboardInterrupt
+        log(folder, event, step, **values)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(RunFolder, "log", interrupt)
+        train(toy_config(policy_folder), output, Console(width=40))
+    assert stop.value.code == 130
+    said = capsys.readouterr().out.splitlines()[-1]
+    if at == 0:
+        assert said == "stopped; there was no checkpoint yet, nothing is kept" and not output.exists()
+    else:
+        assert said == f"stopped; go on with: crest-train run '{output}/config.toml' --output '{output}'"
+        assert_same_run(quiet_train(load_config(output / "config.toml"), output), finished)
 
 
 def test_output_that_holds_something_else_is_refused_unharmed(policy_folder, finished, tmp_path):

@@ -22,7 +22,7 @@ from crest_train.imitation import imitate
 from crest_train.model import check_policy, context_length, load_pretrained
 from crest_train.report import closing_table, draw_curves, grpo_reference
 from crest_train.rollouts import Rollout, rollout
-from crest_train.run_folder import RunFolder, find_run
+from crest_train.run_folder import RunFolder, claim_run
 from crest_train.teacher import teacher_gap
 from crest_train.trajectories import trajectories_page
 from crest_train.update import update
@@ -33,15 +33,27 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
     """Run the configuration, or go on with the run that `output` holds, and return its folder.
 
     Everything drawn depends on (seed, step) alone, so that a resumed run is the uninterrupted one. Raises ValueError
-    for bad input before any work; a finished step that a checkpoint holds is never lost.
+    for bad input before any work, and SystemExit (130) when interrupted; a step that a checkpoint holds is never lost.
     """
     console = console or Console()
-    method, _ = make_method(config.method)
+    make_method(config.method)
     for options in (config.environment.options, config.held_out_options()):
         make_environment(config.environment.name, options)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    folder = find_run(config, output)
+    with claim_run(config, output) as folder:
+        try:
+            run(config, folder, console)
+        except KeyboardInterrupt:
+            kept = folder.has_checkpoint()
+            words = f"go on with: {folder.command}" if kept else "there was no checkpoint yet, nothing is kept"
+            console.print(f"stopped; {words}", soft_wrap=True, highlight=False, markup=False)
+            raise SystemExit(130) from None
+    return folder
+
+
+def run(config: Config, folder: RunFolder, console: Console) -> None:
+    """Play, score and learn, step by step, from where the folder is to the end."""
     done, began = folder.saved_step(), time.perf_counter()
     if done is None:
         model, tokenizer = first_policy(config.policy, console)
@@ -64,7 +76,7 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
         console.print(f"{folder.path} holds {done} of {config.training.steps} steps: going on", soft_wrap=True)
     evaluate_where_due(folder, model, chat, config, done, console)
 
-    total, with_teacher = config.training.steps, "teacher_gap_N" in method.needs
+    total, with_teacher = config.training.steps, "teacher_gap_N" in make_method(config.method)[0].needs
     cuts_told = False
     with progress(console, "step", total, done) as show:
         for step in range(done + 1, total + 1):
@@ -128,7 +140,6 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
                 folder.write("trajectories.html", page)
             evaluate_where_due(folder, model, chat, config, step, console)
     finish(folder, config, console)
-    return folder
 
 
 def first_policy(section: PolicySection, console: Console) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

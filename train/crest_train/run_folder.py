@@ -2,12 +2,16 @@
 
 import json
 import os
+import shlex
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,28 +19,55 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crest_train.config import Config, load_config, to_toml
 
 _OPTIMIZER, _STATE = "optimizer.safetensors", "trainer.json"
+_CONFIG, _METRICS, _LOCK = "config.toml", "metrics.jsonl", ".lock"
 
 
-def find_run(config: Config, output: Path | None) -> "RunFolder":
-    """The folder of a new run, or of the one to resume; writes nothing.
+@contextmanager
+def claim_run(config: Config, output: Path | None) -> Iterator["RunFolder"]:
+    """The folder of a new run, or of the one to resume, held against every other run until the block ends.
 
-    Without `output`: runs/<environment>-<method>-seed<seed>, numbered where that is taken. With it: a folder that is
-    new or empty, or holds a run with an equal configuration. Raises ValueError for any other.
+    Without `output` a new one: runs/<environment>-<method>-seed<seed>, numbered where that is taken. With it: a folder
+    that is new or empty, holds a run with an equal configuration, or one that came to no checkpoint. Raises ValueError
+    for any other, and while a run is going on there. A new folder without a checkpoint at the end goes again.
     """
+    try:
+        path, made = _make_folder(config, output)
+        lock = FileLock(path / _LOCK)  # the operating system's: that of a killed process is free
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(f"--output: {path}: a run is going on there; wait for its end or name another one") from None
+    except OSError as error:
+        raise ValueError(f"--output: cannot write there ({error})") from error
+    folder = RunFolder(path)
+    try:
+        if folder.has_checkpoint() and load_config(path / _CONFIG) != config:
+            raise ValueError(
+                f"--output: {path} holds a run with another configuration; name another folder, or resume that run "
+                f"with `{folder.command}`"
+            )
+        yield folder
+    finally:
+        if made and not folder.has_checkpoint():
+            shutil.rmtree(path, ignore_errors=True)
+        lock.release()
+
+
+def _make_folder(config: Config, output: Path | None) -> tuple[Path, bool]:
+    """The folder of a run, and whether it was made now."""
     if output is None:
         name = f"{config.environment.name.replace(':', '-')}-{config.method.name}-seed{config.run.seed}"
-        names = (name if n == 1 else f"{name}-{n}" for n in count(1))
-        return RunFolder(next(path for path in map(Path("runs").joinpath, names) if not path.exists()))
-    written = output / "config.toml"
-    if written.is_file():
-        if load_config(written) != config:
-            raise ValueError(
-                f"--output: {output} holds a run with another configuration; name another folder, or resume that run "
-                f"with `crest-train run {written} --output {output}`"
-            )
-    elif output.exists() and (not output.is_dir() or any(output.iterdir())):
+        for n in count(1):
+            path = Path("runs", name if n == 1 else f"{name}-{n}")
+            with suppress(FileExistsError):
+                path.mkdir(parents=True)
+                return path, True
+    if not output.exists():
+        output.mkdir(parents=True, exist_ok=True)
+        return output, True
+    names = {path.name for path in output.iterdir()} if output.is_dir() else {output.name}
+    if names - {_LOCK} and not (output / _CONFIG).is_file():
         raise ValueError(f"--output: {output} exists and holds no run; name a new or an empty folder")
-    return RunFolder(output)
+    return output, False
 
 
 class RunFolder:
@@ -45,15 +76,23 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.checkpoint = path / "checkpoint"
-        # A stop between the two renames of `save` leaves the older checkpoint under its other name.
-        if not self.checkpoint.exists() and (path / "checkpoint.old").exists():
-            (path / "checkpoint.old").rename(self.checkpoint)
+
+    @property
+    def command(self) -> str:
+        """The command that goes on with the run."""
+        return shlex.join(["crest-train", "run", str(self.path / _CONFIG), "--output", str(self.path)])
+
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint is there; a stop between the two renames of `save` left it under its other name."""
+        if not self.checkpoint.exists() and (self.path / "checkpoint.old").exists():
+            (self.path / "checkpoint.old").rename(self.checkpoint)
+        return self.checkpoint.exists()
 
     def begin(self, config: Config) -> None:
-        """Make the folder and write the resolved configuration into it; what a start that came to nothing left goes."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "metrics.jsonl").unlink(missing_ok=True)
-        self.write("config.toml", to_toml(config))
+        """Write the resolved configuration; what a run without a checkpoint left there goes."""
+        for name in (_METRICS, "trajectories.html", "curves.png"):
+            (self.path / name).unlink(missing_ok=True)
+        self.write(_CONFIG, to_toml(config))
 
     def write(self, name: str, text: str) -> None:
         """Write a text file in one piece."""
@@ -63,12 +102,12 @@ class RunFolder:
 
     def log(self, event: str, step: int, **values: Any) -> None:
         """Append a line to metrics.jsonl."""
-        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        with open(self.path / _METRICS, "a", encoding="utf-8") as file:
             file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl so far (one cut short by a stop left out)."""
-        path = self.path / "metrics.jsonl"
+        path = self.path / _METRICS
         lines = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             try:
@@ -80,7 +119,7 @@ class RunFolder:
     def forget_after(self, step: int) -> None:
         """Drop the metrics of steps that the checkpoint does not hold: they are about to be made again."""
         kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
-        self.write("metrics.jsonl", "".join(kept))
+        self.write(_METRICS, "".join(kept))
 
     def save(
         self,
@@ -109,7 +148,7 @@ class RunFolder:
 
     def saved_step(self) -> int | None:
         """The number of steps that the checkpoint holds, None without one. Raises ValueError when it is damaged."""
-        if not self.checkpoint.exists():
+        if not self.has_checkpoint():
             return None
         try:
             return json.loads((self.checkpoint / _STATE).read_text(encoding="utf-8"))["step"]
