@@ -5,6 +5,7 @@ import torch
 from crest_train import evaluate, rollouts
 from crest_train.chat import make_chat
 from crest_train.config import load_config
+from crest_train.environments.protocol import Step
 from crest_train.model import check_policy, hidden_states
 from crest_train.rollouts import Sampling, demonstrate, rollout
 from toy import HINT, WORDS, Toy, toy_model, toy_tokenizer
@@ -162,9 +163,70 @@ def test_context_full_fails_the_turn_under_way_and_keeps_finished_ones():
 
 
 def test_session_whose_first_request_does_not_fit_is_cut_at_once():
-    played = play(toy_model(context=4), [Toy(2), Toy(2)], [1, 2])
-    assert played.cut_sessions == 2 and played.sampled_tokens == 0
-    assert not played.policy.any() and not played.reached.any()
+    played = play(toy_model(context=6), [Toy(2, "be brief"), Toy(2)], [1, 2], teacher_template=None)
+    assert played.cut_sessions == 2 and played.policy.any(1).tolist() == [False, True]
+    assert played.reached.tolist() == [[False, False], [True, False]]
+
+
+def test_context_without_room_for_an_action_is_refused():
+    toys = [Toy(2, "be brief"), Toy(2)]  # the second one's request takes 4 tokens: <user> say x >
+    with pytest.raises(ValueError, match="no action fits into its context of 4 tokens; wanted 5 or more"):
+        play(toy_model(context=4), toys, [1, 2], teacher_template=None)
+    with pytest.raises(ValueError, match="no action fits into its context of 4 tokens; wanted 7 or more"):
+        play(toy_model(context=4), toys, [1, 2])  # with " hint x"
+    assert play(toy_model(context=5), toys, [1, 2], teacher_template=None).sampled_tokens == 1
+
+
+class Rude(Toy):
+    """A toy that answers its second action with the step that it was made with."""
+
+    def __init__(self, answer=None, **fields):
+        super().__init__(2)
+        self.answer, self.fields, self.acted = answer, fields, 0
+
+    def reset(self, seed):
+        first = super().reset(seed)
+        vars(self).update({name: value for name, value in self.fields.items() if name != "first"})
+        return self.fields.get("first", first)
+
+    def step(self, action):
+        self.acted += 1
+        step = Step(turn_reward=1.0, request="say a")
+        return step if self.acted == 1 else self.answer
+
+
+@pytest.mark.parametrize(
+    ("rude", "complaint"),
+    [
+        (Rude(("ok", 1.0)), r"step\(\) gave in turn 1 \('ok', 1.0\); wanted a .*protocol.Step"),
+        (Rude(None), r"step\(\) gave in turn 1 None"),
+        (Rude(Step(turn_reward=1.5)), r"Step.turn_reward of turn 1 is 1.5; wanted a number in \[0, 1\], or None"),
+        (Rude(Step(turn_reward=-0.5)), "Step.turn_reward of turn 1 is -0.5"),
+        (Rude(Step(turn_reward=float("nan"))), "Step.turn_reward of turn 1 is nan"),
+        (Rude(Step(turn_reward="1")), "Step.turn_reward of turn 1 is '1'"),
+        (Rude(Step(turn_reward=1.0, request="say b")), "Step.request of turn 1 is 'say b'; .*num_turns is 2"),
+        (Rude(Step(request="say b")), "Step.turn_reward of turn 1 is None; wanted a number, as a request follows"),
+        (Rude(Step(turn_reward=1.0, request=3)), "Step.request of turn 1 is 3; wanted a text or None"),
+        (Rude(Step(observation=b"no")), "Step.observation of turn 1 is b'no'; wanted a text or None"),
+        (Rude(Step(info=None)), "Step.info of turn 1 is None; wanted a dict"),
+        (Rude(first=None), r"reset\(\) gave None; wanted the first request, a text"),
+        (Rude(system=None), "system is None; wanted a text"),
+        (Rude(num_turns="2"), "num_turns is '2'; wanted a whole number of at least 1"),
+        (Rude(num_turns=0), "num_turns is 0"),
+        (Rude(gold=lambda: ["a"]), r"gold\(\) gave in turn 0 \['a'\]; wanted a text"),
+    ],
+)
+def test_environment_that_breaks_the_protocol_is_told_where(rude, complaint):
+    with pytest.raises(ValueError, match=f"^environment Rude: .*{complaint}"):
+        play(toy_model(), [rude], [1])
+
+
+def test_environment_may_end_a_session_early_and_give_numbers_of_other_kinds():
+    early = Rude(Step(turn_reward=True))
+    assert play(toy_model(), [early], [1]).turn_reward.tolist() == [[1, 1]]
+    early.num_turns, early.fields, early.acted = 2, {"num_turns": 5}, 0
+    played = play(toy_model(), [early], [1])
+    assert played.turn_reward.tolist() == [[1, 1, 0, 0, 0]] and played.reached.sum() == 2
 
 
 def test_teacher_sees_the_same_session_with_hints():

@@ -13,7 +13,7 @@ from crest_train.config import Config
 from crest_train.display import progress
 from crest_train.environments import FIRST_HELD_OUT_SEED, make_environment
 from crest_train.evaluate import sampling_of
-from crest_train.model import context_length, logit_options, policy_logits, shared_prompt
+from crest_train.model import logit_options, policy_logits, shared_prompt
 from crest_train.rollouts import Rollout, demonstrate
 
 
@@ -46,8 +46,6 @@ def imitate(model: PreTrainedModel, chat: Chat, config: Config, console: Console
 def _accumulate(model: PreTrainedModel, played: Rollout, hinted: torch.Tensor, size: int) -> float:
     """Add the gradient of the mean negative log-prob over all written tokens, and return that mean."""
     total = int(played.policy.sum())
-    if not total:
-        raise ValueError(f"policy.model: no action fits into its context of {context_length(model)} tokens")
     loss = 0.0
     for with_hint in (False, True):
         ids_BT, written_BT = _stream(played, with_hint)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from crest_train.cache import GrowingCache
 from crest_train.chat import Chat
 from crest_train.environments.protocol import Environment
+from crest_train.environments.protocol_checks import checked_gold, checked_opening, checked_step
 from crest_train.model import context_length, head_logits, hidden_states, logit_options, shaped_logits
 
 
@@ -136,6 +137,8 @@ def rollout(
     """Play one session per environment, started with its seed, and return them all in the order given.
 
     Sessions that share a system prompt are played together. generator: on the model's device.
+    Raises ValueError when no session has room for an action in the model's context, or an environment breaks the
+    protocol (naming its class, the turn and what it gave).
     """
     began = time.perf_counter()
     rows = _begin(model, chat, environments, seeds, sampling)
@@ -155,7 +158,7 @@ def demonstrate(
     """The same sessions with the ground truth written in the policy's place; old_logp is 0.
 
     A line of it, or what stands before an end-of-action token, is one action; nothing limits an action's length.
-    Raises ValueError when an environment's gold() is empty.
+    Raises ValueError as `rollout` does, and when an environment's gold() is empty.
     """
     began = time.perf_counter()
     end = chat.tokenizer.convert_ids_to_tokens(chat.end_token)
@@ -163,7 +166,7 @@ def demonstrate(
     for row in rows:
         while not row.over:
             turn = row.action.turn
-            lines = [line.strip() for line in row.environment.gold().replace(end, "\n").splitlines()]
+            lines = [line.strip() for line in row.gold().replace(end, "\n").splitlines()]
             if not any(lines):
                 raise ValueError(f"environment: gold() is empty in turn {turn} of session {row.session.seed}")
             for line in filter(None, lines):
@@ -176,7 +179,11 @@ def _begin(
     model: PreTrainedModel, chat: Chat, environments: list[Environment], seeds: list[int], sampling: Sampling
 ) -> list["_Row"]:
     context = context_length(model)
-    return [_Row(chat, *pair, sampling, context) for pair in zip(environments, seeds, strict=True)]
+    rows = [_Row(chat, *pair, sampling, context) for pair in zip(environments, seeds, strict=True)]
+    if all(row.over for row in rows):
+        needed = min(len(row.session.prompt) + row.taken for row in rows) + 1
+        raise ValueError(f"policy.model: no action fits into its context of {context} tokens; wanted {needed} or more")
+    return rows
 
 
 class _Row:
@@ -184,7 +191,7 @@ class _Row:
 
     def __init__(self, chat: Chat, environment: Environment, seed: int, sampling: Sampling, context: int):
         self.chat, self.environment, self.sampling = chat, environment, sampling
-        request = environment.reset(seed)
+        request = checked_opening(environment, seed)
         prompt, opening = chat.open(environment.system, request)
         self.room = context - len(prompt)
         self.session = Session(seed, prompt, environment.num_turns, [], [], [], [], [], cut=False)
@@ -217,6 +224,10 @@ class _Row:
             if not self.over:
                 self.write(token, 0.0)
 
+    def gold(self) -> str:
+        """The ground truth of the turn under way."""
+        return checked_gold(self.environment, len(self.session.turn_reward))
+
     def _begin_action(self) -> None:
         session = self.session
         self.action = Action(len(session.turn_reward), len(session.ids), len(session.teacher_ids))
@@ -230,7 +241,7 @@ class _Row:
         session, end = self.session, self.chat.end_token
         action.text = self.chat.decode(action.tokens[:-1] if ended else action.tokens)
         action.cut = not ended
-        step = self.environment.step(action.text)
+        step = checked_step(self.environment, action.text, action.turn, session.num_turns)
         action.observation, action.info = step.observation, step.info
         session.ids += action.tokens
         session.teacher_ids += action.tokens
@@ -256,7 +267,7 @@ class _Row:
     def _hinted(self, request: str) -> str:
         self.session.requests.append(request)
         template = self.sampling.teacher_template
-        return request if template is None else template.format(request=request, gold=self.environment.gold())
+        return request if template is None else template.format(request=request, gold=self.gold())
 
     def _cut(self) -> None:
         """The context is full: the turn under way fails, finished turns stay, nothing stays behind the last action."""
