@@ -9,7 +9,7 @@ import pytest
 import torch
 from crest_train.config import load_config
 from crest_train.loop import train
-from crest_train.model import load_pretrained
+from crest_train.model import read_pretrained
 from crest_train.policy import TinyConfig, TinyForCausalLM
 from crest_train.run_folder import RunFolder, claim_run
 from rich.console import Console
@@ -66,7 +66,7 @@ def test_what_a_checkpoint_gives_back_is_aligned(policy_folder, finished, tmp_pa
     for name in ("model.safetensors", "optimizer.safetensors"):
         tensors = {key: value.clone() for key, value in load_file(folder.checkpoint / name).items()}
         save_file(tensors, folder.checkpoint / name, metadata={"format": "pt", "shift": " " * 8 * shift})
-    model, _ = load_pretrained(folder.checkpoint, config.policy)
+    model, _ = read_pretrained(folder.checkpoint, config.policy)
     optimizer = torch.optim.Adam(model.parameters())
     folder.restore_optimizer(optimizer)
     moments = [value for state in optimizer.state.values() for value in state.values()]
@@ -207,18 +207,29 @@ def test_output_that_holds_something_else_is_refused_unharmed(policy_folder, fin
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
-def test_checkpoint_cut_in_half_is_noticed(policy_folder, tmp_path, name):
-    config = toy_config(policy_folder, training={"steps": 1})
-    folder = quiet_train(config, tmp_path / "run")
-    path = folder.checkpoint / name
+CHECKPOINT = ["model.safetensors", "config.json", "tokenizer.json", "optimizer.safetensors", "trainer.json"]
+
+
+@pytest.mark.parametrize("name", CHECKPOINT)
+@pytest.mark.parametrize("damage", ["half", "garbage", "gone"])
+def test_damaged_checkpoint_is_told_and_left_alone(policy_folder, finished, tmp_path, name, damage):
+    config, folder = toy_config(policy_folder), tmp_path / "run"
+    shutil.copytree(finished.path, folder)
+    path = folder / "checkpoint" / name
     content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="checkpoint"):
-        quiet_train(config, folder.path)
-    assert path.read_bytes() == content[: len(content) // 2]
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content[: len(content) // 2] if damage == "half" else b"\xff" * len(content))
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError) as refused:
+        quiet_train(config, folder)
+    said = str(refused.value)
+    assert said.startswith(f"{folder / 'checkpoint'} is damaged (") and "\n" not in said
+    assert said.endswith("; bring it back from a copy, or delete it to begin the run again")
+    assert (folder / "metrics.jsonl").read_bytes() == before
     path.write_bytes(content)
-    quiet_train(config, folder.path)
+    assert_same_run(quiet_train(config, folder), finished)
 
 
 def test_bad_input_leaves_no_folder(policy_folder, tmp_path):

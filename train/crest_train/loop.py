@@ -58,7 +58,7 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
     if done is None:
         model, tokenizer = first_policy(config.policy, console)
     else:
-        model, tokenizer = load_pretrained(folder.checkpoint, config.policy)
+        model, tokenizer = folder.restore_policy(config.policy)
     model.eval()  # no dropout: a token's log-prob must not change between the rollout and the update
     check_policy(model)
     chat = make_chat(tokenizer)

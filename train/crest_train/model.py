@@ -21,20 +21,27 @@ KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
 def load_pretrained(folder: Path, section: PolicySection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal LM and its tokenizer from a folder that `save_pretrained` wrote, in the section's dtype, on its device.
 
-    Every parameter is where the allocator puts it: one that still lay in the mapped file, at an odd offset, would take
-    other CPU kernels, and a resumed run would differ in its last bits. Raises ValueError when the folder is not one or
-    is damaged.
+    Raises ValueError when the folder is not one or is damaged.
     """
     path = folder.expanduser()
     if not (path / "config.json").is_file():
         raise ValueError(f"policy.model: {str(folder)!r} is no model folder (found no config.json in it)")
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, section.dtype))
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.data = tensor.data.clone()
-        return model.to(section.device), AutoTokenizer.from_pretrained(path)
+        return read_pretrained(path, section)
     except Exception as error:  # whatever the libraries raise for a damaged file
         raise ValueError(f"policy.model: could not load the model in {str(folder)!r}: {first_line(error)}") from error
+
+
+def read_pretrained(path: Path, section: PolicySection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """What `load_pretrained` gives, with the libraries' own errors.
+
+    Every parameter is where the allocator puts it: one that still lay in the mapped file, at an odd offset, would take
+    other CPU kernels, and a resumed run would differ in its last bits.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, section.dtype))
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    return model.to(section.device), AutoTokenizer.from_pretrained(path)
 
 
 def first_line(error: BaseException) -> str:

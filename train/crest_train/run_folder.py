@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crest_train.config import Config, load_config, to_toml
+from crest_train.config import Config, PolicySection, load_config, to_toml
+from crest_train.model import first_line, read_pretrained
 
 _OPTIMIZER, _STATE = "optimizer.safetensors", "trainer.json"
 _CONFIG, _METRICS, _LOCK = "config.toml", "metrics.jsonl", ".lock"
@@ -155,6 +156,13 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._damaged(error) from error
 
+    def restore_policy(self, section: PolicySection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """The checkpoint's model and tokenizer. Raises ValueError when it is damaged."""
+        try:
+            return read_pretrained(self.checkpoint, section)
+        except Exception as error:  # whatever the libraries raise for a damaged file
+            raise self._damaged(error) from error
+
     def restore_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer the checkpoint's state. Raises ValueError when it is damaged."""
         try:
@@ -164,11 +172,11 @@ class RunFolder:
         state: dict[int, dict[str, torch.Tensor]] = {}
         for key, value in tensors.items():
             index, _, name = key.partition(".")
-            state.setdefault(int(index), {})[name] = value.clone()  # out of the mapped file: see load_pretrained
+            state.setdefault(int(index), {})[name] = value.clone()  # out of the mapped file: see read_pretrained
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
     def _damaged(self, error: Exception) -> ValueError:
         return ValueError(
-            f"{self.checkpoint} is damaged ({str(error).strip() or type(error).__name__}); bring it back from a copy, "
+            f"{self.checkpoint} is damaged ({first_line(error)}); bring it back from a copy, "
             "or delete it to begin the run again"
         )
