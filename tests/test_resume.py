@@ -259,3 +259,18 @@ def test_metrics_line_cut_short_by_a_stop_is_dropped(tmp_path):
     assert [line["step"] for line in folder.metrics()] == [1, 2]
     folder.forget_after(1)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"event": "step", "step": 1, "loss": 0.5}\n'
+
+
+@pytest.mark.parametrize("bad", [b'{"event": "step", "st', b"5", b'{"loss": 1.0}', b"\xff\xfe"])
+def test_damaged_metrics_line_costs_no_other_and_is_told_once(policy_folder, finished, tmp_path, capsys, bad):
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(finished.path, folder.path)
+    path = folder.path / "metrics.jsonl"
+    before = path.read_bytes()
+    lines = before.splitlines()
+    path.write_bytes(b"\n".join([*lines[:3], bad, *lines[3:], bad]))
+    assert folder.metrics() == finished.metrics()
+    for times in (1, 0):
+        train(toy_config(policy_folder), folder.path, Console(width=200))
+        assert capsys.readouterr().out.count("metrics.jsonl: left out 1 damaged line(s)") == times
+        assert path.read_bytes() == before

@@ -72,7 +72,8 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
         folder.save(model, tokenizer, optimizer, 0)
     else:
         folder.restore_optimizer(optimizer)
-        folder.forget_after(done)
+        if damaged := folder.forget_after(done):
+            console.print(f"metrics.jsonl: left out {damaged} damaged line(s)", highlight=False)
         console.print(f"{folder.path} holds {done} of {config.training.steps} steps: going on", soft_wrap=True)
     evaluate_where_due(folder, model, chat, config, done, console)
 

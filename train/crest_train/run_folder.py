@@ -107,20 +107,21 @@ class RunFolder:
             file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All lines of metrics.jsonl so far (one cut short by a stop left out)."""
-        path = self.path / _METRICS
-        lines = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-            try:
-                lines.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-        return lines
+        """All lines of metrics.jsonl so far; what is no line of it (cut short by a stop, damaged) is left out."""
+        return [line for line in map(_metrics_line, self._written_lines()) if line]
 
-    def forget_after(self, step: int) -> None:
-        """Drop the metrics of steps that the checkpoint does not hold: they are about to be made again."""
-        kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
-        self.write(_METRICS, "".join(kept))
+    def forget_after(self, step: int) -> int:
+        """Drop the metrics of steps that the checkpoint does not hold, which are about to be made again.
+
+        Returns how many lines before the last were damaged; these go too.
+        """
+        written = self._written_lines()
+        self.write(_METRICS, "".join(json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step))
+        return sum(_metrics_line(line) is None for line in written[:-1])
+
+    def _written_lines(self) -> list[str]:
+        path = self.path / _METRICS
+        return path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
 
     def save(
         self,
@@ -180,3 +181,12 @@ class RunFolder:
             f"{self.checkpoint} is damaged ({first_line(error)}); bring it back from a copy, "
             "or delete it to begin the run again"
         )
+
+
+def _metrics_line(written: str) -> dict[str, Any] | None:
+    """A line of metrics.jsonl, None when it is damaged."""
+    try:
+        line = json.loads(written)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and "event" in line and isinstance(line.get("step"), int) else None
