@@ -82,7 +82,8 @@ def test_paths_that_cannot_be_written_are_named(monkeypatch, capsys, recipe, tmp
     monkeypatch.setenv("CREST_CACHE", str(file))
     built_in = tmp_path / "built_in.toml"
     built_in.write_text("[training]\nsteps = 1\n")
-    assert str(file) in complaint(monkeypatch, capsys, "run", built_in, "--output", tmp_path / "out")
+    said = complaint(monkeypatch, capsys, "run", built_in, "--output", tmp_path / "out")
+    assert f"{file}: wanted a folder there, found a file" in said
 
 
 @pytest.mark.parametrize("end", [40, 130])

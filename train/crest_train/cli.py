@@ -74,7 +74,10 @@ def main() -> None:
 
 def _told(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename2 or error.filename}: {error.strerror}"
+        path = error.filename2 or error.filename
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            return f"{path}: wanted a folder there, found a file or a path through one ({error.strerror})"
+        return f"{path}: could not be read or written ({error.strerror})"
     if isinstance(error, TemplateError):
         return f"policy.model: the chat template of its tokenizer is broken: {error}"
     return str(error) or type(error).__name__
