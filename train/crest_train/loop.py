@@ -135,10 +135,10 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
             folder.log("step", step, **metrics, peak_memory_mib=peak_memory_mib())
             show(step, "turn {turn_success:.3f}  session {session_success:.3f}  loss {loss:+.4f}".format(**metrics))
             if step == total or due(step, config.run.checkpoint_every):
-                folder.save(model, tokenizer, optimizer, step)
                 title = f"{config.method.name} on {config.environment.name}, step {step}"
                 page = trajectories_page(title, batch, credit, tokenizer, config.run.sessions_shown)
                 folder.write("trajectories.html", page)
+                folder.save(model, tokenizer, optimizer, step)
             evaluate_where_due(folder, model, chat, config, step, console)
     finish(folder, config, console)
 
@@ -222,4 +222,12 @@ def finish(folder: RunFolder, config: Config, console: Console) -> None:
     console.print(closing_table(lines, config))
     if reference := grpo_reference(config):
         console.print(reference)
+    steps = [line for line in lines if line["event"] == "step"]
+    if steps and not any(line["trained_rows"] for line in steps):
+        console.print(
+            "nothing was learned: at every step all rollouts of a group earned the same, so that none had credit; a "
+            "policy that sometimes succeeds has more to learn from: see [warm_start] in the configuration",
+            markup=False,
+            soft_wrap=True,
+        )
     console.print(f"run folder: {folder.path}", soft_wrap=True)
