@@ -23,7 +23,8 @@ numbers. Sessions with credit come first.</div>
 <div>turn {{ loop.index }}, reward {{ turn.reward }}</div>
 <p>{% for token in turn.tokens %}
 {%- if token.given %}<span class="given">{{ token.text }}</span>
-{%- else %}<b style="background: {{ token.colour }}" title="{{ token.numbers }}">{{ token.text }}</b>
+{%- else %}<b{% if token.colour %} style="background: {{ token.colour }}"{% endif %} title="{{ token.numbers }}">
+{{- token.text }}</b>
 {%- endif %}{% endfor %}</p>
 {% endfor %}{% endfor %}
 </html>
@@ -45,7 +46,7 @@ def trajectories_page(
         return {
             "text": tokenizer.decode([rollout.sessions[row].ids[place]]) + gap,
             "given": not rollout.policy[row, place],
-            "colour": f"rgba({'0, 150, 60' if value > 0 else '210, 40, 40'}, {abs(value) / strongest:.2f})",
+            "colour": value and f"rgba({'0, 150, 60' if value > 0 else '210, 40, 40'}, {abs(value) / strongest:.2f})",
             "numbers": f"credit {value:+.3f}, log-prob {logp:.3f}",
         }
 
