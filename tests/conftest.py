@@ -2,6 +2,8 @@ import os
 
 # Kernels run in Triton's interpreter; what needs the compiler starts a process of its own.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Tests are small and run side by side: a thread each, here and in the processes they start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
