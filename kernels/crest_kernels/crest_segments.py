@@ -88,9 +88,9 @@ def crest_segments_kernel(
         bounded = -tl.minimum(tl.maximum(ratio, 1 - low), 1 + high) * credit
         clipped = bounded > plain
         value = tl.where(clipped, bounded, plain)
-        bounded = (credit < 0) & (value > -dual * credit)
-        value = tl.where(bounded, -dual * credit, value)
-        clipped = (clipped | bounded) & live
+        dual_clipped = (credit < 0) & (value > -dual * credit)
+        value = tl.where(dual_clipped, -dual * credit, value)
+        clipped = (clipped | dual_clipped) & live
         weight = load_live(weight_ptr, at, live)
         slope = tl.where(held | clipped | (logp == float("-inf")), 0.0, plain)
         tl.store(value_ptr + at, tl.where(live, weight * value, 0.0), mask=inside)
