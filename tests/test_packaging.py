@@ -38,7 +38,7 @@ def test_transformers_is_unharmed():
 @pytest.mark.skipif(not has_kernels(), reason="Hugging Face's kernels is not installed")
 def test_kernels_is_hugging_faces():
     assert run_from_the_root("import kernels; print(kernels.get_kernel.__module__.split('.')[0])") == "kernels"
-    assert str(ROOT) not in run_from_the_root("import kernels; print(kernels.__file__)")
+    assert "site-packages" in Path(run_from_the_root("import kernels; print(kernels.__file__)")).parts
 
 
 def test_without_kernels_the_folder_is_not_taken_for_it():

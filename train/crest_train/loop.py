@@ -221,7 +221,7 @@ def finish(folder: RunFolder, config: Config, console: Console) -> None:
     draw_curves(lines, folder.path / "curves.png")
     console.print(closing_table(lines, config))
     if reference := grpo_reference(config):
-        console.print(reference)
+        console.print(reference, soft_wrap=True, highlight=False)
     steps = [line for line in lines if line["event"] == "step"]
     if steps and not any(line["trained_rows"] for line in steps):
         console.print(
