@@ -54,7 +54,7 @@ def token_stats(
 
     Backward reads the logits once more and writes their gradient:
     d logp / dz_v = 1[v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + entropy). It takes any upstream gradient;
-    double backward raises.
+    double backward raises, and forward-mode differentiation is not supported.
 
     logits [..., V]: float16, bfloat16 or float32, any strides with a contiguous last dimension (others are copied
         once); computed in float32. float64 is computed in and returned as float64, by the torch backend (for gradient
@@ -62,7 +62,7 @@ def token_stats(
         logits z may reach 1.2e9 in size.
     targets [...]: int64 or int32 ids, already shifted. `ignore_index` marks a row that is not wanted.
     mask [...] bool: True = wanted. A row that is not wanted is not read; its outputs and gradient are exactly 0.
-    temperature: a number or a tensor [...], > 0. softcap: > 0 or None. logit_scale: > 0.
+    temperature: a number or a tensor [...] (detached), > 0. softcap: > 0 or None. logit_scale: > 0.
     vocab_size: columns from there on are padding: never in the sum, gradient 0. Default V.
     outputs: names of TokenStats that are wanted besides lse, of "logp", "entropy", "sum_sq_probs".
     backend: "auto", "torch" or "triton".
