@@ -13,6 +13,7 @@ from .policy_loss import (
     PolicyLoss,
     batch_metrics,
     check_loss_arguments,
+    evaluate_surrogate,
     finite_where,
     live_positions,
     log_ratio,
@@ -21,7 +22,7 @@ from .policy_loss import (
 )
 from .segments import segment_expand
 from .spans import Spans
-from .surrogates import MAX_LOG_RATIO, PPOClip, SurrogateValue
+from .surrogates import PPOClip, SurrogateValue
 from .token_stats import logits_gradient, stats_torch
 from .vocabulary import (
     FLOAT_DTYPES,
@@ -29,7 +30,7 @@ from .vocabulary import (
     as_rows,
     check_per_token,
     check_vocabulary_arguments,
-    is_writable_in_place,
+    check_writable_in_place,
 )
 
 
@@ -83,10 +84,8 @@ def crest_policy_loss(
     _check_teacher(teacher_logits, logits, num_columns)
     check_per_token("turn_advantage", turn_advantage, (spans.num_turns,), FLOAT_DTYPES, logits.device)
     backend = resolve_backend(backend, logits.device, logits.dtype)
-    if inplace and not is_writable_in_place(logits):
-        raise ValueError(
-            "inplace is True, but logits overlap themselves in memory or would have to be copied: use inplace=False"
-        )
+    if inplace:
+        check_writable_in_place(logits)
 
     live_N = live_positions(targets, mask, ignore_index, spans)
     temperature = as_rows(temperature, logits)
@@ -115,9 +114,8 @@ def crest_policy_loss(
     else:
         gap_N = torch.where(old_N == -torch.inf, 0, teacher_logp_N - old_N)
         credit_N = crest_credit(advantage_K, gap_N, uncertainty_N, spans, config, mask=live_N)
-        counted_N = torch.where(new_N == -torch.inf, -MAX_LOG_RATIO, new_N)
-        found = surrogate.evaluate(log_ratio_N, credit_N, spans, mask=live_N, logp=counted_N)
-        value_N, slope_N = weight_N * found.value, weight_N * torch.where(new_N == -torch.inf, 0, found.slope)
+        found = evaluate_surrogate(surrogate, new_N, log_ratio_N, credit_N, spans, live_N)
+        value_N, slope_N = weight_N * found.value, weight_N * found.slope
         advantage_N = segment_expand(advantage_K, spans.turn_of_token)
         phi_N = torch.where(live_N, torch.where(advantage_N == 0, 1, credit_N / advantage_N), 0)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .backend import checks_values
 from .spans import Spans
-from .surrogates import MAX_LOG_RATIO, PPOClip, Surrogate, check_surrogate
+from .surrogates import MAX_LOG_RATIO, PPOClip, Surrogate, SurrogateValue, check_surrogate
 from .token_stats import stats_tensors
 from .vocabulary import FLOAT_DTYPES, check_per_token
 
@@ -117,16 +117,14 @@ def policy_loss(
         name: finite_where(name, value.reshape(-1), live_N) for name, value in per_token.items() if value is not None
     }
 
-    possible_N = new_N != -torch.inf
-    counted_N = torch.where(possible_N, new_N, -MAX_LOG_RATIO)
     log_ratio_N = log_ratio(new_N, given.get("old_logp"))
-    found = surrogate.evaluate(log_ratio_N, given["credit"], spans, mask=live_N, logp=counted_N)
+    found = evaluate_surrogate(surrogate, new_N, log_ratio_N, given["credit"], spans, live_N)
     value_N, slope_N = found.value, found.slope
     if importance_weight is not None:
         value_N, slope_N = value_N * given["importance_weight"], slope_N * given["importance_weight"]
     metrics = batch_metrics(found, entropy_N.detach(), log_ratio_N, live_N)
     if ref_logp is not None:
-        k3_N, k3_slope_N = k3(new_N, given["ref_logp"].to(new_N.dtype), live_N & possible_N)
+        k3_N, k3_slope_N = k3(new_N, given["ref_logp"].to(new_N.dtype), live_N & (new_N != -torch.inf))
         value_N, slope_N = value_N + kl_coef * k3_N, slope_N + kl_coef * k3_slope_N
         metrics["kl"] = mean_where(k3_N, live_N)
     if entropy_coef:
@@ -135,7 +133,7 @@ def policy_loss(
     loss = with_gradient(
         (weight_N * value_N).sum(),
         logp_N,
-        weight_N * torch.where(possible_N, slope_N, 0),
+        weight_N * slope_N,
         entropy_N if entropy_coef else None,
         -entropy_coef * weight_N if entropy_coef else None,
     )
@@ -194,6 +192,14 @@ def log_ratio(new_N: Tensor, old_N: Tensor | None) -> Tensor:
     """logp - old_logp: 0 where there is no old_logp, -20 where the policy excludes the target, NaN where it is NaN."""
     ratio_N = new_N - (new_N if old_N is None else old_N.to(new_N.dtype))
     return torch.where(new_N == -torch.inf, 0.0 if old_N is None else -MAX_LOG_RATIO, ratio_N)
+
+
+def evaluate_surrogate(surrogate, new_N, log_ratio_N, credit_N, spans: Spans | None, live_N) -> SurrogateValue:
+    """The surrogate at live tokens; a target that the policy excludes counts as log-prob -20 and has slope 0."""
+    excluded_N = new_N == -torch.inf
+    counted_N = torch.where(excluded_N, -MAX_LOG_RATIO, new_N)
+    found = surrogate.evaluate(log_ratio_N, credit_N, spans, mask=live_N, logp=counted_N)
+    return found._replace(slope=torch.where(excluded_N, 0, found.slope))
 
 
 def _check_finite_number(name: str, value) -> None:

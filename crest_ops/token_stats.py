@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .backend import resolve_backend
-from .vocabulary import as_batch, as_rows, check_vocabulary_arguments, is_writable_in_place
+from .vocabulary import as_batch, as_rows, check_vocabulary_arguments, check_writable_in_place
 
 OUTPUTS = ("logp", "entropy", "sum_sq_probs")
 OUT = -1e30  # stands for a logit that is out of the support
@@ -94,10 +94,8 @@ def stats_tensors(
     )
     backend = resolve_backend(backend, logits.device, logits.dtype)
     shape = targets.shape
-    if inplace and not is_writable_in_place(logits):
-        raise ValueError(
-            "inplace is True, but logits overlap themselves in memory or would have to be copied: use inplace=False"
-        )
+    if inplace:
+        check_writable_in_place(logits)
     temperature = as_rows(temperature, logits)
     target_N = torch.ops.crest.wanted_targets(
         targets.reshape(-1), None if mask is None else mask.reshape(-1), temperature, vocab_size, ignore_index

@@ -76,15 +76,17 @@ def as_rows(temperature: float | Tensor, logits: Tensor) -> Tensor:
     return torch.full((1,), temperature, dtype=dtype, device=logits.device)
 
 
-def is_writable_in_place(logits: Tensor) -> bool:
-    """True where `as_batch` is a view of the logits and no two elements share memory."""
+def check_writable_in_place(logits: Tensor) -> None:
+    """Raises ValueError unless `as_batch` is a view of the logits and no two elements share memory."""
     shape, strides = logits.shape, logits.stride()
-    if shape[-1] > 1 and strides[-1] != 1:
-        return False
     rows = range(logits.dim() - 2)
-    if logits.dim() > 3 and any(strides[d] != strides[d + 1] * shape[d + 1] for d in rows):
-        return False
-    return all(stride > 0 or size <= 1 for size, stride in zip(shape, strides, strict=True))
+    copied = (shape[-1] > 1 and strides[-1] != 1) or (
+        logits.dim() > 3 and any(strides[d] != strides[d + 1] * shape[d + 1] for d in rows)
+    )
+    if copied or any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True)):
+        raise ValueError(
+            "inplace is True, but logits overlap themselves in memory or would have to be copied: use inplace=False"
+        )
 
 
 @torch.library.custom_op("crest::wanted_targets", mutates_args=())
