@@ -29,6 +29,7 @@ from .vocabulary import (
     as_batch,
     as_rows,
     check_per_token,
+    check_teacher,
     check_vocabulary_arguments,
     check_writable_in_place,
 )
@@ -81,7 +82,7 @@ def crest_policy_loss(
     num_columns = check_vocabulary_arguments(
         logits, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index
     )
-    _check_teacher(teacher_logits, logits, num_columns)
+    check_teacher(teacher_logits, logits, num_columns)
     check_per_token("turn_advantage", turn_advantage, (spans.num_turns,), FLOAT_DTYPES, logits.device)
     backend = resolve_backend(backend, logits.device, logits.dtype)
     if inplace:
@@ -129,21 +130,6 @@ def crest_policy_loss(
         with_gradient(value_N.sum(), logp_N, slope_N, None, None),
         new_N.view(shape), entropy_N.view(shape), found.ratio.view(shape), found.clipped.view(shape), metrics,
     )  # fmt: skip
-
-
-def _check_teacher(teacher_logits, logits: Tensor, num_columns: int) -> None:
-    if not isinstance(teacher_logits, Tensor):
-        raise ValueError(f"teacher_logits is {type(teacher_logits).__name__}, want a tensor like logits")
-    if (
-        teacher_logits.shape[:-1] != logits.shape[:-1]
-        or teacher_logits.shape[-1] < num_columns
-        or teacher_logits.dtype not in FLOAT_DTYPES
-        or teacher_logits.device != logits.device
-    ):
-        raise ValueError(
-            f"teacher_logits is {[*teacher_logits.shape]} {teacher_logits.dtype} on {teacher_logits.device}, want "
-            f"{[*logits.shape[:-1], num_columns]} (or wider), floating, on {logits.device}"
-        )
 
 
 def _ends(spans: Spans, config: CrestConfig) -> Tensor:

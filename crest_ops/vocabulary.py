@@ -42,6 +42,22 @@ def check_vocabulary_arguments(
     return vocab_size
 
 
+def check_teacher(teacher_logits, logits: Tensor, num_columns: int) -> None:
+    """`teacher_logits` are over the tokens of `logits`, at least `num_columns` wide, floating, on the same device."""
+    if not isinstance(teacher_logits, Tensor):
+        raise ValueError(f"teacher_logits is {type(teacher_logits).__name__}, want a tensor like logits")
+    if (
+        teacher_logits.shape[:-1] != logits.shape[:-1]
+        or teacher_logits.shape[-1] < num_columns
+        or teacher_logits.dtype not in FLOAT_DTYPES
+        or teacher_logits.device != logits.device
+    ):
+        raise ValueError(
+            f"teacher_logits is {[*teacher_logits.shape]} {teacher_logits.dtype} on {teacher_logits.device}, want "
+            f"{[*logits.shape[:-1], num_columns]} (or wider), floating, on {logits.device}"
+        )
+
+
 def check_per_token(name: str, tensor, shape, dtypes, device) -> None:
     """`tensor` has exactly this shape (nothing is broadcast), one of these dtypes, and lies on this device."""
     wanted = f"{[*shape]} of {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
