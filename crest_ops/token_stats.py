@@ -1,9 +1,8 @@
 """Log-prob, entropy and normaliser of each token, from vocabulary logits, differentiable in log-prob and entropy.
 
-Shape letters: N tokens, V vocabulary, B batch, T rows of a batch entry (N = B * T), R rows of a chunk.
+Shape letters: N tokens, V vocabulary, B batch, T rows of a batch entry (N = B * T), R rows of a block.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,12 +10,10 @@ import torch
 from torch import Tensor
 
 from .backend import resolve_backend
+from .rows import UNWANTED, block_rows, grad_rows, scratch_of, stats_rows
 from .vocabulary import as_batch, as_rows, check_vocabulary_arguments, check_writable_in_place
 
 OUTPUTS = ("logp", "entropy", "sum_sq_probs")
-OUT = -1e30  # stands for a logit that is out of the support
-LOWEST = -1.2e9  # no logit of the support is lower
-CHUNK_ELEMENTS = 1 << 18  # of the plain-torch backend's float32 working set, which so stays in cache
 
 
 @dataclass(frozen=True)
@@ -112,87 +109,23 @@ def stats_tensors(
     )
 
 
-# --- the plain-torch definition ---------------------------------------------------------------------------------------
+# --- the plain-torch backend -------------------------------------------------------------------------------------------
 
 
-def scaled_logits(x_RV: Tensor, temperature_R1: Tensor, softcap: float, logit_scale: float):
-    """(z, z that no column of the support goes below, d z / d logits) with z = cap(logit_scale * x) / temperature."""
-    x_RV = x_RV.to(temperature_R1.dtype, copy=True).clamp_(min=OUT)
-    if not softcap:
-        scale_R1 = logit_scale / temperature_R1
-        return x_RV.mul_(scale_R1), LOWEST * scale_R1, scale_R1
-    tanh_RV = torch.tanh(x_RV * (logit_scale / softcap))
-    z_RV = torch.where(x_RV <= LOWEST, OUT, softcap * tanh_RV).div_(temperature_R1)
-    return z_RV, LOWEST / temperature_R1, (1 - tanh_RV * tanh_RV).mul_(logit_scale / temperature_R1)
-
-
-def stats_rows(
-    x_RV: Tensor,
-    target_R: Tensor,
-    temperature_R1: Tensor,
-    softcap: float,
-    logit_scale: float,
-    entropy: bool,
-    sum_sq: bool,
-):
-    """(logp, entropy, lse, sum_sq_probs, max, log_sum) of rows that are all wanted."""
-    z_RV, out_R1, _ = scaled_logits(x_RV, temperature_R1, softcap, logit_scale)
-    max_R1 = z_RV.amax(1, keepdim=True)
-    t_RV = z_RV.sub_(max_R1)
-    t_target_R = t_RV.gather(1, target_R[:, None])[:, 0]
-    out_R = x_RV.gather(1, target_R[:, None])[:, 0] <= LOWEST
-    e_RV = t_RV.exp()
-    sum_R = e_RV.sum(1)
-    log_sum_R = sum_R.log()
-    empty_R = (max_R1 <= out_R1)[:, 0]
-    zero = sum_R.new_zeros(())
-    entropy_R = sum_sq_R = zero.expand_as(sum_R)
-    if sum_sq:
-        sum_sq_R = torch.where(empty_R, zero, (e_RV * e_RV).sum(1) / (sum_R * sum_R))
-    if entropy:
-        entropy_R = log_sum_R - t_RV.mul_(e_RV).sum(1) / sum_R
-        entropy_R = torch.where(empty_R, zero, entropy_R.clamp(0, math.log(x_RV.shape[1])))
-    logp_R = torch.where(out_R, -math.inf, (t_target_R - log_sum_R).clamp(max=0))
-    lse_R = torch.where(empty_R, -math.inf, max_R1[:, 0] + log_sum_R)
-    return logp_R, entropy_R, lse_R, sum_sq_R, max_R1[:, 0], log_sum_R
-
-
-def grad_rows(
-    x_RV: Tensor, target_R, temperature_R1, softcap: float, logit_scale: float,
-    entropy_R, max_R, log_sum_R, grad_logp_R, grad_entropy_R: Tensor | None,
-):  # fmt: skip
-    """d (grad_logp . logp + grad_entropy . entropy) / d logits of rows that are all wanted."""
-    z_RV, _, dz_RV = scaled_logits(x_RV, temperature_R1, softcap, logit_scale)
-    logp_RV = z_RV.sub_(max_R[:, None]).sub_(log_sum_R[:, None])
-    p_RV = logp_RV.exp()
-    if grad_entropy_R is None:
-        grad_RV = p_RV.mul_(-grad_logp_R[:, None])
-    else:
-        const_R = grad_logp_R + grad_entropy_R * entropy_R
-        grad_RV = logp_RV.mul_(-grad_entropy_R[:, None]).sub_(const_R[:, None]).mul_(p_RV)
-    rows = torch.arange(len(target_R), device=x_RV.device)
-    grad_RV[rows, target_R] += grad_logp_R
-    grad_RV.mul_(dz_RV)
-    dead_R = (x_RV[rows, target_R] <= LOWEST) | (
-        (grad_logp_R == 0) & (True if grad_entropy_R is None else grad_entropy_R == 0)
-    )
-    return grad_RV.masked_fill_(dead_R[:, None], 0)
-
-
-def wanted_chunks(target_N: Tensor, num_columns: int):
-    """Indices of the wanted rows, a few at a time; never a single row, whose sums torch would add in another order."""
-    rows = (target_N >= 0).nonzero()[:, 0]
-    size = max(2, CHUNK_ELEMENTS // num_columns)
-    for chunk in rows.split(size):
-        yield chunk if len(chunk) > 1 else chunk.repeat(2)
+def wanted_blocks(target_N: Tensor, num_columns: int):
+    """Indices of the wanted rows, a block at a time."""
+    rows = (target_N != UNWANTED).nonzero()[:, 0]
+    for block in rows.split(block_rows(num_columns)):
+        yield block if len(block) > 1 else block.repeat(2)
 
 
 def stats_torch(logits_BTV, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq):
     outputs_N = [temperature.new_zeros(len(target_N)) for _ in range(6)]
-    for rows in wanted_chunks(target_N, num_columns):
+    scratch = scratch_of(temperature.dtype, max(2, len(target_N)), num_columns, logits_BTV.device)
+    for rows in wanted_blocks(target_N, num_columns):
         x_RV = _rows_of(logits_BTV, rows)[:, :num_columns]
-        temperature_R1 = temperature[rows if len(temperature) > 1 else rows * 0][:, None]
-        found = stats_rows(x_RV, target_N[rows], temperature_R1, softcap, logit_scale, entropy, sum_sq)
+        temperature_R1 = temperature[rows, None] if len(temperature) > 1 else temperature
+        found = stats_rows(x_RV, target_N[rows], temperature_R1, softcap, logit_scale, entropy, sum_sq, scratch)
         for output_N, output_R in zip(outputs_N, found, strict=True):
             output_N[rows] = output_R
     logp, entropy_N, lse, sum_sq_N, max_N, log_sum_N = outputs_N
@@ -200,30 +133,22 @@ def stats_torch(logits_BTV, target_N, temperature, num_columns, logit_scale, sof
 
 
 def grad_torch(
-    grad_BTV,
-    logits_BTV,
-    target_N,
-    temperature,
-    entropy_N,
-    normaliser,
-    grad_logp,
-    grad_entropy,
-    num_columns,
-    logit_scale,
-    softcap,
-):
-    length = logits_BTV.shape[1]
-    unwanted = (target_N < 0).nonzero()[:, 0]
-    grad_BTV[unwanted // max(length, 1), unwanted % max(length, 1)] = 0
+    grad_BTV, logits_BTV, target_N, temperature, entropy_N, normaliser, grad_logp, grad_entropy, num_columns,
+    logit_scale, softcap,
+):  # fmt: skip
+    length = max(1, logits_BTV.shape[1])
+    unwanted = (target_N == UNWANTED).nonzero()[:, 0]
+    grad_BTV[unwanted // length, unwanted % length] = 0
     grad_BTV[:, :, num_columns:] = 0
-    for rows in wanted_chunks(target_N, num_columns):
+    scratch = scratch_of(temperature.dtype, max(2, len(target_N)), num_columns, logits_BTV.device)
+    for rows in wanted_blocks(target_N, num_columns):
         x_RV = _rows_of(logits_BTV, rows)[:, :num_columns]
-        temperature_R1 = temperature[rows if len(temperature) > 1 else rows * 0][:, None]
-        found_RV = grad_rows(
-            x_RV, target_N[rows], temperature_R1, softcap, logit_scale, entropy_N[rows], normaliser[0, rows],
-            normaliser[1, rows], grad_logp[rows], None if grad_entropy is None else grad_entropy[rows],
+        temperature_R1 = temperature[rows, None] if len(temperature) > 1 else temperature
+        grad_rows(
+            x_RV, x_RV, target_N[rows], temperature_R1, softcap, logit_scale, entropy_N[rows], normaliser[0, rows],
+            normaliser[1, rows], grad_logp[rows], None if grad_entropy is None else grad_entropy[rows], scratch,
         )  # fmt: skip
-        grad_BTV[rows // length, rows % length, :num_columns] = found_RV.to(grad_BTV.dtype)
+        grad_BTV[rows // length, rows % length, :num_columns] = x_RV
 
 
 def _rows_of(logits_BTV: Tensor, rows: Tensor) -> Tensor:
