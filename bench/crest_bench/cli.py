@@ -12,6 +12,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from crest_bench.plot import plot
+from crest_bench.roofline_cli import roofline, traffic
+from crest_bench.run import run
+
 if TYPE_CHECKING:
     from crest_bench.codegen import Count
 
@@ -19,6 +23,12 @@ RESULTS = Path("bench/results/codegen.csv")  # seen from the repository's root
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 messages = Console(stderr=True)
+
+
+app.command()(run)
+app.command()(plot)
+app.command()(traffic)
+app.command()(roofline)
 
 
 @app.callback()
