@@ -11,6 +11,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 OUT = tl.constexpr(-1e30)
 LOWEST = tl.constexpr(-1.2e9)  # no logit of the support is lower; below, a rounded max could be 2^128 off
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+ELSEWHERE = tl.constexpr(-2)  # as a target: the row is wanted, its target is a column of another shard
 STATS_TILES = tl.constexpr(4)  # loads in flight, which share one running max per lane
 GRAD_TILES = tl.constexpr(8)
 
@@ -147,6 +148,15 @@ def row_logp(row_ptr, y, num_columns, m, log2_sum, scale, logit_scale, softcap, 
 
 
 @triton.jit
+def row_entropy(num_columns, s, w):
+    """log sum 2^t - sum 2^t t / sum 2^t in nats, held to [0, log V]; 0 for a row without support."""
+    entropy = (tl.log2(s) - w / s) * LN2
+    entropy = tl.where((s == 0) | (entropy < 0), 0.0, entropy)
+    bound = tl.log2(num_columns.to(tl.float32)) * LN2
+    return tl.where(entropy > bound, bound, entropy)
+
+
+@triton.jit
 def row_pointer(ptr, row, rows_per_batch, stride_batch, stride_row):
     """Start of row `row` of a [batch, rows_per_batch, V] tensor of any strides with a contiguous last dimension."""
     row = row.to(tl.int64)
@@ -161,3 +171,79 @@ def row_scale(temperature_ptr, row, stride_temperature, logit_scale, SOFTCAP: tl
     if not SOFTCAP:
         scale *= logit_scale
     return inverse_temperature, scale
+
+
+@triton.jit
+def gradient_tile(
+    x, scale, log2_norm, slope, const, logit_scale, softcap, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """2^t (slope t + const), t = scale * x - log2_norm, times the derivative of the cap."""
+    derivative = 1.0
+    if SOFTCAP:
+        capped = cap_logits(x.to(tl.float32), logit_scale, softcap)
+        derivative = tl.where(capped <= LOWEST, 0.0, 1 - (capped / softcap) * (capped / softcap)) * logit_scale
+        t = multiply_subtract(capped, scale, log2_norm)
+    else:
+        t = multiply_subtract(x.to(tl.float32), scale, log2_norm)
+    p = tl.exp2(t)
+    g = p * (t * slope + const) if ENTROPY else p * const
+    if SOFTCAP:
+        g = g * derivative
+    return g
+
+
+@triton.jit
+def write_gradient(
+    row_ptr, out_ptr, y, x_y, num_columns, width, m, log2_sum, entropy, g_logp, g_entropy,
+    inverse_temperature, scale, logit_scale, softcap,
+    ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row's gradient of g_logp log p_y + g_entropy entropy, by `width` logits; out_ptr may be row_ptr.
+
+    d log p_y / dz_v = 1[v = y] - p_v,   d entropy / dz_v = -p_v (log p_v + entropy),   0 from num_columns on. The
+    one-hot term is added to the target's column alone, after the loop: inside it costs 4 instructions per logit. y < 0:
+    no such term.
+    """
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    columns = tl.arange(0, BLOCK)
+    factor = inverse_temperature
+    if not SOFTCAP:
+        factor *= logit_scale
+    # log2_norm = m + log2_sum is rounded at the size of the logits; what the rounding took goes into the row's
+    # constants.
+    log2_norm = m + log2_sum
+    lost = log2_sum - (log2_norm - m)
+    correction = tl.exp2(-lost) * factor
+    slope = -g_entropy * LN2 * correction
+    const = -g_logp * correction
+    if ENTROPY:
+        const -= g_entropy * (entropy - lost * LN2) * correction
+    full = (num_columns // (GRAD_TILES * BLOCK)) * (GRAD_TILES * BLOCK)
+    for start in tl.range(0, full, GRAD_TILES * BLOCK):
+        xs = load_tiles(row_ptr + start, columns, 0, GRAD_TILES, BLOCK, False)
+        for i in tl.static_range(GRAD_TILES):
+            g = gradient_tile(xs[i], scale, log2_norm, slope, const, logit_scale, softcap, ENTROPY, SOFTCAP)
+            tl.store(out_ptr + start + i * BLOCK + columns, to_logits(g, DTYPE))
+    if full < num_columns:
+        xs = load_tiles(row_ptr + full, columns, num_columns - full, GRAD_TILES, BLOCK, True)
+        for i in tl.static_range(GRAD_TILES):
+            at = full + i * BLOCK + columns
+            g = gradient_tile(xs[i], scale, log2_norm, slope, const, logit_scale, softcap, ENTROPY, SOFTCAP)
+            tl.store(out_ptr + at, to_logits(tl.where(at < num_columns, g, 0.0), DTYPE), mask=at < width)
+        full += GRAD_TILES * BLOCK
+    write_zeros(out_ptr, full, width, BLOCK)  # padded columns
+    tl.debug_barrier()
+    g = gradient_tile(x_y, scale, log2_norm, slope, const, logit_scale, softcap, ENTROPY, SOFTCAP)
+    one_hot = g_logp * factor
+    if SOFTCAP:
+        u = tanh(x_y.to(tl.float32) * (logit_scale / softcap))
+        one_hot *= (1 - u * u) * logit_scale
+    tl.store(out_ptr + y, to_logits(g + one_hot, DTYPE), mask=y >= 0)
+
+
+@triton.jit
+def write_zeros(ptr, start, width, BLOCK: tl.constexpr):
+    """0 in columns [start, width) of a row."""
+    for at in tl.range(start, width, BLOCK):
+        columns = at + tl.arange(0, BLOCK)
+        tl.store(ptr + columns, tl.zeros([BLOCK], ptr.dtype.element_ty), mask=columns < width)
