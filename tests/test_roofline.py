@@ -54,15 +54,26 @@ def test_loops_add_up():
     # One loop that loads both tensors: what it issues per load counts twice.
     one = predict([loop(0.4, 0.1)], Moved(4, 0, 0, "counted"), TOY)
     assert (one.instructions, one.exponentials) == (0.8, 0.2)
+    # The JSD: statistics of each row, then one visit of both: 1 + 2 + 2 * 4.
+    jsd = [loop(each, 0.1, kernel="divergence_jsd", role="pair") for each in (1, 2, 4)]
+    assert predict(jsd, Moved(4, 4, 0, "counted"), TOY).instructions == 11
+    with pytest.raises(ValueError, match="divergence_jsd has 2 loops"):
+        predict(jsd[:2], Moved(4, 4, 0, "counted"), TOY)
+
+
+def test_rows_read_again_without_a_bound_on_those_in_flight_come_from_memory():
+    found = predict([loop(0.1, 0.1, role="pair")], Moved(4, 4, 0, "counted"), TOY)
+    assert (found.memory_bytes, found.cache_bytes, found.memory_ps) == (8, 0, 80)
 
 
 def test_second_read_comes_from_the_cache_where_rows_fit():
     fused = Moved(2, 2, 2, "counted")
     rows = 10 * 151936 * 2  # bytes of one row per unit
     fits, spills = (Device("toy", "sm_0", 1e11, 10, 1e9, 4, 2, 1e12, cache) for cache in (rows, rows - 1))
-    found = predict([loop(0.1, 0.1), loop(0.1, 0.1)], fused, fits)
+    loops = [loop(0.1, 0.1, role="fused")] * 2
+    found = predict(loops, fused, fits)
     assert (found.memory_bytes, found.cache_bytes, found.memory_ps) == (4, 2, 40)
-    found = predict([loop(0.1, 0.1), loop(0.1, 0.1)], fused, spills)
+    found = predict(loops, fused, spills)
     assert (found.memory_bytes, found.cache_bytes, found.memory_ps) == (6, 0, 60)
     assert found.instructions == 0.2
 

@@ -102,15 +102,12 @@ def run_stage(stage: str, setting: Setting, start: int) -> None:
                 torch.cuda.synchronize()
         except Exception as error:
             found = Found("FAIL", detail=f"{type(error).__name__}: {error}"[:300])
-            lost = setting.device == "cuda" and _device_is_lost()
-        else:
-            lost = False
         found = found if isinstance(found, list) else [found]
         rows = [
             Row(stage, one.name or check.name, one.status, one.value, one.unit, one.detail, **where) for one in found
         ]
         print(json.dumps({"rows": [asdict(row) for row in rows]}), flush=True)
-        if lost:
+        if setting.device == "cuda" and _device_is_lost():
             os._exit(1)
 
 

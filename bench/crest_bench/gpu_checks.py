@@ -13,7 +13,7 @@ from torch import Tensor
 from crest_bench import gpu_reference as exact
 from crest_bench.gpu import Check, Found, Setting
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 # Half a unit in the last place and a little; of float32, what a ratio carries of the rounding of a log-prob of 20.
 ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 SURROGATES = {"PPOClip": (0, 0.2, 0.28, math.inf), "PPOClip dual": (0, 0.2, 0.28, 3.0),

@@ -102,7 +102,7 @@ def _rows_alone(op: Op, x: Tensor, teacher: Tensor, y: Tensor, rows: tuple[int, 
 
 def offsets(setting: Setting) -> Iterator[Check]:
     """bf16, V=151936 and so many rows that the last ones lie past 2^31 logits."""
-    N, V = (12, 1031) if setting.tiny else (14200, 151936)
+    N, V = (6, 1031) if setting.tiny else (14200, 151936)
     for name, op in OPS.items():
         yield Check(f"{name} at {N * V / INT32:.3f} * 2^31 logits", partial(_far, setting, op, N, V))
     yield Check("token_stats, 2 sequences of half as many rows", partial(_far_in_batch, setting, N // 2, V))

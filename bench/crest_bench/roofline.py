@@ -96,6 +96,10 @@ LEAST = MappingProxyType(
 )
 
 
+# Logits of either row that each loop of a kernel loads per column, where loops differ.
+LOADS = MappingProxyType({"divergence_jsd": (1, 1, 2)})
+
+
 @dataclass(frozen=True)
 class Prediction:
     """One kernel on one device. Per logit of the student: bytes from and to memory, bytes that come from the cache,
@@ -156,14 +160,18 @@ def moved_by_kernel(traffic_rows: Iterable[Mapping[str, str]]) -> dict[str, Move
 def predict(loops: list[Mapping[str, str]], moved: Moved, device: Device) -> Prediction:
     """Prediction for one kernel from the rows of its hot loops in codegen.csv.
 
-    Counts there are per logit that a loop loads. Every loop is taken to load as many logits as the others.
+    Counts there are per logit that a loop loads.
     """
-    loads = (moved.read + moved.read_again) / LOGIT_BYTES / len(loops)
+    total = (moved.read + moved.read_again) / LOGIT_BYTES
+    loads = LOADS.get(loops[0]["kernel"], [total / len(loops)] * len(loops))
+    if len(loads) != len(loops) or abs(sum(loads) - total) > 1e-6:
+        raise ValueError(f"{loops[0]['kernel']} has {len(loops)} loops and {total} loads per logit, want {loads}")
     instructions, exponentials = (
-        loads * sum(float(loop[name]) for loop in loops) for name in ("instructions", "exponentials")
+        sum(load * float(loop[name]) for load, loop in zip(loads, loops, strict=True))
+        for name in ("instructions", "exponentials")
     )
-    # A kernel that reads its rows again keeps at least one per multiprocessor in flight.
-    cached = device.units * VOCABULARY * LOGIT_BYTES <= device.cache
+    # The fused kernel's launcher keeps one row per multiprocessor in flight, or more where they fit.
+    cached = loops[0]["role"] == "fused" and device.units * VOCABULARY * LOGIT_BYTES <= device.cache
     memory_bytes = moved.read + moved.written + (0 if cached else moved.read_again)
     needs = {
         "memory": memory_bytes / device.bandwidth,

@@ -26,8 +26,8 @@ def traffic(results: Folder = RESULTS) -> None:
     rows = [row for job in track(jobs, "Interpreting", console=messages, transient=True) for row in report.count(*job)]
     table = Table(
         title="Bytes per bf16 logit, from the kernels' own loads and stores",
-        caption=f"V={report.VOCABULARY}, {report.NUM_ROWS} rows. again: read before in the same launch, by the program "
-        "that keeps the row in cache. times: how often elements are read and written.",
+        caption=f"V={report.VOCABULARY}, {report.NUM_ROWS} rows. again: read before in the same launch; policy_loss "
+        "keeps its rows in flight in cache. times: how often elements are read and written.",
     )
     for name in ("kernel", "tensor"):
         table.add_column(name, no_wrap=True)

@@ -3,8 +3,8 @@
 The kernels run in Triton's interpreter, where every access to memory passes through a few functions of its builder.
 These note the addresses of the lanes that are not masked, and the addresses are looked up among the tensors of the
 launch. What a GPU's caches merge is not seen, but for one thing: a byte that a launch reads again is told apart from
-the first read of it. Where one program reads its own row twice, the second read comes from L2 if the rows in flight
-fit there.
+the first read of it. The second read comes from L2 where the rows in flight fit there, which the launcher of
+`policy_loss` sees to; elsewhere from memory.
 
 Shape letters: N rows (tokens), V vocabulary.
 """
@@ -17,6 +17,8 @@ from unittest import mock
 
 import numpy as np
 import torch
+from crest_kernels.divergence import token_divergence
+from crest_kernels.divergence_grad import token_divergence_grad
 from crest_kernels.policy_loss import policy_loss
 from crest_kernels.teacher_pair import teacher_pair
 from crest_kernels.token_stats import token_stats, token_stats_grad, token_stats_kernel
@@ -186,6 +188,31 @@ def _pair(wanted):
     )
 
 
+def _divergence(jsd_weight: float):
+    def make(wanted):
+        logits, teacher = _logits(0), _logits(1)
+        return {"logits": logits, "teacher": teacher}, lambda: token_divergence(
+            logits, teacher, _targets(wanted), torch.ones(1), VOCABULARY, 1.0, 0.0, jsd_weight
+        )
+
+    return make
+
+
+def _divergence_backward(jsd_weight: float):
+    def make(wanted):
+        logits, teacher, targets, temperature = _logits(0), _logits(1), _targets(wanted), torch.ones(1)
+        _, entropy_N, _, student_kl_N, divergence_N, normaliser = token_divergence(
+            logits, teacher, targets, temperature, VOCABULARY, 1.0, 0.0, jsd_weight
+        )
+        gradient, upstream = torch.empty_like(logits), torch.ones(NUM_ROWS)
+        return {"logits": logits, "teacher": teacher, "gradient": gradient}, lambda: token_divergence_grad(
+            gradient, logits, teacher, targets, temperature, entropy_N, student_kl_N, divergence_N, normaliser,
+            upstream, upstream, upstream, upstream, VOCABULARY, 1.0, 0.0, jsd_weight,
+        )  # fmt: skip
+
+    return make
+
+
 def _fused(wanted):
     """Rows become their gradient in place, with the entropy term."""
     logits, ones = _logits(0)[0], torch.ones(NUM_ROWS)
@@ -200,5 +227,9 @@ CASES = [
     Case("token_stats_grad", "grad", _backward(entropy=False)),
     Case("token_stats_grad_entropy", "grad_entropy", _backward(entropy=True)),
     Case("teacher_pair", "pair", _pair),
+    Case("divergence_kl", "pair", _divergence(0.0)),
+    Case("divergence_jsd", "pair", _divergence(0.5)),
+    Case("divergence_kl_grad", "grad_pair", _divergence_backward(0.0)),
+    Case("divergence_jsd_grad", "grad_pair", _divergence_backward(0.5)),
     Case("policy_loss", "fused", _fused),
 ]

@@ -1,0 +1,104 @@
+"""The prepared GPU script: its stages, what it does when a process dies, and that its checks can fail."""
+
+import csv
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from crest_bench import gpu, gpu_checks
+from crest_bench.gpu import STAGES, Found, Row, Setting, Writer, checks_of, summary, watch_stage
+
+ROOT = Path(__file__).parent.parent
+TINY = Setting("cpu", True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_lists_checks_under_names_of_their_own(stage):
+    names = [check.name for check in checks_of(stage, TINY)]
+    assert names and len(set(names)) == len(names)
+
+
+def test_stages_leave_room_in_eight_minutes():
+    assert list(STAGES) == ["correctness", "invariance", "offsets", "linear", "speed"]
+    assert sum(seconds for seconds, _, _ in STAGES.values()) <= 460
+
+
+def test_errors_are_seen():
+    exact = torch.tensor([1.0, -math.inf, 0.0], dtype=torch.float64)
+    assert gpu_checks.worst((exact.float(), exact, 1e-6)) == Found("PASS", 0.0, "of tolerance")
+    found = gpu_checks.worst((torch.tensor([1.5, -math.inf, 0.0]), exact, 0.25))
+    assert (found.status, found.value) == ("FAIL", 2.0)
+    for wrong in ([1.0, 0.0, 0.0], [1.0, -math.inf, math.nan]):
+        assert gpu_checks.worst((torch.tensor(wrong), exact, 1.0)).status == "FAIL"
+
+
+FAKE_STAGE = """
+import json, os, sys, time
+start = int(sys.argv[1])
+for number, name in enumerate(["fine", "dies", "fine too", "loses the device", "last"]):
+    if number >= start:
+        print(json.dumps({"begin": name}), flush=True)
+        if name == "dies":
+            os._exit(9)
+        print("a library prints something", flush=True)
+        status = "FAIL" if name == "loses the device" else "PASS"
+        print(json.dumps({"rows": [{"stage": "offsets", "name": name, "status": status}]}), flush=True)
+        if name == "loses the device":
+            os._exit(1)
+"""
+
+
+def run_fake(monkeypatch, tmp_path, program, seconds):
+    popen = subprocess.Popen
+
+    def start(command, **options):
+        return popen([sys.executable, "-c", program, command[command.index("--start") + 1]], **options)
+
+    monkeypatch.setattr(gpu.subprocess, "Popen", start)
+    writer = Writer(tmp_path / "gpu.csv")
+    watch_stage("offsets", TINY, gpu.time.monotonic() + seconds, writer)
+    with (tmp_path / "gpu.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == [row.name for row in writer.rows]
+    return [(row["name"], row["status"], row["detail"]) for row in rows]
+
+
+def test_a_stage_goes_on_behind_what_killed_it(monkeypatch, tmp_path):
+    assert run_fake(monkeypatch, tmp_path, FAKE_STAGE, 60) == [
+        ("fine", "PASS", ""), ("dies", "FAIL", "its process ended with 9"), ("fine too", "PASS", ""),
+        ("loses the device", "FAIL", ""), ("last", "PASS", ""),
+    ]  # fmt: skip
+
+
+def test_a_stage_that_cannot_start_or_hangs_is_told(monkeypatch, tmp_path):
+    assert run_fake(monkeypatch, tmp_path, "import os; os._exit(3)", 60) == [
+        ("(start)", "FAIL", "its process ended with 3")
+    ]
+    monkeypatch.undo()
+    hanging = 'import time; print(\'{"begin": "hangs"}\', flush=True); time.sleep(60)'
+    assert run_fake(monkeypatch, tmp_path, hanging, 1) == [("hangs", "FAIL", "the stage's time is over")]
+
+
+def test_summary_counts_and_names():
+    rows = [
+        Row("offsets", "a", "PASS", 0.0), Row("offsets", "b", "FAIL", detail="why"),
+        Row("speed", "c", "MEASURED", 1.5, "ms"), Row("speed", "d", "LEFT OUT", detail="not installed"),
+    ]  # fmt: skip
+    text = summary(rows, 12.3)
+    assert "offsets: 1 PASS, 1 FAIL" in text and "FAIL     offsets: b" in text and "why" in text
+    assert "1.5 ms" in text and "not installed" in text and "offsets: a" not in text
+
+
+def test_dry_run_of_one_stage(tmp_path):
+    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path)}
+    command = [ROOT / "bench" / "gpu.sh", "--dry-run", "--only", "offsets"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    with (tmp_path / "gpu.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["status"] for row in rows} == {"PASS"} and len(rows) == len(list(checks_of("offsets", TINY)))
+    assert (tmp_path / "gpu.txt").read_text().count("PASS") == 1
