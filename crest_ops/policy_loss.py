@@ -7,6 +7,7 @@ Shape letters: N tokens (all of `targets`, row by row), V vocabulary.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,11 +92,7 @@ def policy_loss(
         "importance_weight": importance_weight,
     }
     check_loss_arguments(logits, targets, per_token, spans)
-    if kl_coef and ref_logp is None:
-        raise ValueError(f"kl_coef is {kl_coef}, but ref_logp is None: pass ref_logp, or kl_coef=0")
-    _check_finite_number("kl_coef", kl_coef)
-    _check_finite_number("entropy_coef", entropy_coef)
-    check_surrogate(surrogate)
+    check_coefficients(kl_coef, entropy_coef, ref_logp, surrogate)
     logp, entropy, _, _ = stats_tensors(
         logits,
         targets,
@@ -117,30 +114,52 @@ def policy_loss(
         name: finite_where(name, value.reshape(-1), live_N) for name, value in per_token.items() if value is not None
     }
 
-    log_ratio_N = log_ratio(new_N, given.get("old_logp"))
-    found = evaluate_surrogate(surrogate, new_N, log_ratio_N, given["credit"], spans, live_N)
-    value_N, slope_N = found.value, found.slope
-    if importance_weight is not None:
-        value_N, slope_N = value_N * given["importance_weight"], slope_N * given["importance_weight"]
-    metrics = batch_metrics(found, entropy_N.detach(), log_ratio_N, live_N)
-    if ref_logp is not None:
-        k3_N, k3_slope_N = k3(new_N, given["ref_logp"].to(new_N.dtype), live_N & (new_N != -torch.inf))
-        value_N, slope_N = value_N + kl_coef * k3_N, slope_N + kl_coef * k3_slope_N
-        metrics["kl"] = mean_where(k3_N, live_N)
-    if entropy_coef:
-        value_N = value_N - entropy_coef * entropy_N.detach()
-    weight_N = given["token_weight"].to(value_N.dtype)
+    found = token_losses(new_N, entropy_N.detach(), given, surrogate, spans, live_N, kl_coef, entropy_coef)
+    weight_N = given["token_weight"].to(found.value.dtype)
     loss = with_gradient(
-        (weight_N * value_N).sum(),
+        (weight_N * found.value).sum(),
         logp_N,
-        weight_N * slope_N,
+        weight_N * found.slope,
         entropy_N if entropy_coef else None,
         -entropy_coef * weight_N if entropy_coef else None,
     )
     shape = targets.shape
     return PolicyLoss(
-        loss, new_N.view(shape), entropy.detach(), found.ratio.view(shape), found.clipped.view(shape), metrics
+        loss, new_N.view(shape), entropy.detach(), found.ratio.view(shape), found.clipped.view(shape), found.metrics
     )
+
+
+class TokenLosses(NamedTuple):
+    """Per token [N] the loss before its token weight, the slope of it by logp, ratio and clipped; batch metrics."""
+
+    value: Tensor
+    slope: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    metrics: dict[str, Tensor]
+
+
+def token_losses(
+    logp_N, entropy_N, given: Mapping[str, Tensor], surrogate, spans: Spans | None, live_N, kl_coef: float,
+    entropy_coef: float,
+) -> TokenLosses:  # fmt: skip
+    """importance_weight * surrogate + kl_coef * k3 - entropy_coef * entropy of every token.
+
+    given: the per-token arguments of `policy_loss` that were passed, [N], 0 where not live.
+    """
+    log_ratio_N = log_ratio(logp_N, given.get("old_logp"))
+    found = evaluate_surrogate(surrogate, logp_N, log_ratio_N, given["credit"], spans, live_N)
+    value_N, slope_N = found.value, found.slope
+    if "importance_weight" in given:
+        value_N, slope_N = value_N * given["importance_weight"], slope_N * given["importance_weight"]
+    metrics = batch_metrics(found, entropy_N, log_ratio_N, live_N)
+    if "ref_logp" in given:
+        k3_N, k3_slope_N = k3(logp_N, given["ref_logp"].to(logp_N.dtype), live_N & (logp_N != -torch.inf))
+        value_N, slope_N = value_N + kl_coef * k3_N, slope_N + kl_coef * k3_slope_N
+        metrics["kl"] = mean_where(k3_N, live_N)
+    if entropy_coef:
+        value_N = value_N - entropy_coef * entropy_N
+    return TokenLosses(value_N, slope_N, found.ratio, found.clipped, metrics)
 
 
 def check_loss_arguments(logits, targets, per_token: Mapping[str, Tensor | None], spans: Spans | None) -> None:
@@ -202,9 +221,14 @@ def evaluate_surrogate(surrogate, new_N, log_ratio_N, credit_N, spans: Spans | N
     return found._replace(slope=torch.where(excluded_N, 0, found.slope))
 
 
-def _check_finite_number(name: str, value) -> None:
-    if not isinstance(value, int | float) or not -math.inf < value < math.inf:
-        raise ValueError(f"{name} is {value!r}, want a finite number")
+def check_coefficients(kl_coef, entropy_coef, ref_logp: Tensor | None, surrogate) -> None:
+    """Coefficients are finite numbers, a penalty has its reference, the surrogate is one."""
+    for name, value in (("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
+        if not isinstance(value, int | float) or not -math.inf < value < math.inf:
+            raise ValueError(f"{name} is {value!r}, want a finite number")
+    if kl_coef and ref_logp is None:
+        raise ValueError(f"kl_coef is {kl_coef}, but ref_logp is None: pass ref_logp, or kl_coef=0")
+    check_surrogate(surrogate)
 
 
 def k3(logp_N: Tensor, ref_logp_N: Tensor, live_N: Tensor) -> tuple[Tensor, Tensor]:
