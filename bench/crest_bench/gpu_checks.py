@@ -107,11 +107,17 @@ def correctness(setting: Setting) -> Iterator[Check]:
         for kind, make in inputs(setting, dtype):
             yield Check(f"token_stats {kind} {name}", partial(_token_stats, setting, make))
         for kind in KINDS:
-            yield Check(f"token_divergence {kind} {name}", partial(_divergence, setting, kind, dtype))
+            yield Check(f"token_divergence {kind} {name}", partial(_divergence, setting, kind, dtype, {}))
+        transform = {"softcap": 5.0, "logit_scale": 0.7, "temperature": 0.8}
+        yield Check(
+            f"token_divergence reverse_kl softcap {name}", partial(_divergence, setting, "reverse_kl", dtype, transform)
+        )
         for surrogate in SURROGATES:
             yield Check(f"fused policy_loss {surrogate} {name}", partial(_fused, setting, surrogate, dtype, None))
         yield Check(f"fused policy_loss softcap {name}", partial(_fused, setting, "PPOClip", dtype, 5.0))
         yield Check(f"teacher_pair and crest_segments {name}", partial(_crest, setting, dtype))
+        yield Check(f"policy_loss in place {name}", partial(_in_place, setting, dtype))
+    yield Check("token_stats under torch.compile(fullgraph=True, dynamic=True)", partial(_compiled, setting))
 
 
 def _token_stats(setting: Setting, make) -> Found:
@@ -153,7 +159,7 @@ def _pair(setting: Setting, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
     return x, teacher, randint(setting, N, high=V)
 
 
-def _divergence(setting: Setting, kind: str, dtype: torch.dtype) -> Found:
+def _divergence(setting: Setting, kind: str, dtype: torch.dtype, transform: dict) -> Found:
     from crest_ops import token_divergence
 
     x, teacher, y = _pair(setting, dtype)
@@ -163,11 +169,13 @@ def _divergence(setting: Setting, kind: str, dtype: torch.dtype) -> Found:
     y[1] = -100
     wanted = y >= 0
     x = x.requires_grad_()
-    found = token_divergence(x, teacher, y, kind=kind, jsd_weight=JSD_WEIGHT, vocab_size=V, backend="triton")
+    found = token_divergence(
+        x, teacher, y, kind=kind, jsd_weight=JSD_WEIGHT, vocab_size=V, backend="triton", **transform
+    )
     upstream = randn(setting, len(y), seed=4, scale=1.0)
     (gradient,) = torch.autograd.grad((upstream * found.divergence).sum(), x)
     leaf = x.detach().double().requires_grad_()
-    log_p, log_q = exact.log_probs(leaf), exact.log_probs(teacher, vocab_size=V)
+    log_p, log_q = (exact.log_probs(each, vocab_size=V, **transform) for each in (leaf, teacher))
     value = torch.where(wanted, exact.divergence(log_p, log_q, kind, JSD_WEIGHT), 0)
     (wanted_gradient,) = torch.autograd.grad((upstream.double() * value).sum(), leaf)
     log_p, value = log_p.detach(), value.detach()
@@ -244,3 +252,38 @@ def _crest(setting: Setting, dtype: torch.dtype) -> Found:
         (found.loss, loss.detach(), 2e-5 * (weight * value).abs().sum().detach()),
         (gradient, wanted_gradient, gradient_tolerance(wanted_gradient, log_p.detach(), 5 * weight.double(), dtype)),
     )
+
+
+def _in_place(setting: Setting, dtype: torch.dtype) -> Found:
+    """The gradient written over the logits is bitwise the one beside them."""
+    from crest_ops import policy_loss
+
+    x, _, y = _pair(setting, dtype)
+    credit, weight = (randn(setting, len(y), seed=seed, scale=1.0) for seed in (6, 8))
+    gradients = []
+    for inplace in (False, True):
+        leaf = x.clone().requires_grad_()
+        logits = leaf * 1  # a leaf cannot be overwritten
+        found = policy_loss(
+            logits, y, credit, token_weight=weight, entropy_coef=0.01, inplace=inplace, backend="triton"
+        )
+        gradients += torch.autograd.grad(found.loss, leaf)
+    return worst((gradients[1], gradients[0].double(), 1e-30))
+
+
+def _compiled(setting: Setting) -> Found:
+    """One graph for any N; values and gradients bitwise those without it."""
+    from crest_ops import token_stats
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        found = token_stats(x, y, backend="triton")
+        return (found.logp - 0.1 * found.entropy).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager" if setting.tiny else "inductor")
+    x, _, y = _pair(setting, torch.bfloat16)
+    compared = []
+    for rows in (len(y), len(y) - 1):
+        leaf = x[:rows].clone().requires_grad_()
+        (found,), (wanted,) = (torch.autograd.grad(run(leaf, y[:rows]), leaf) for run in (compiled, loss))
+        compared.append((found, wanted.double(), 1e-30))
+    return worst(*compared)

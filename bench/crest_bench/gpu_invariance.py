@@ -64,6 +64,18 @@ OPS: dict[str, Op] = {
 } | {f"token_divergence {kind}": _divergence(kind) for kind in KINDS}
 
 
+def _crest(x: Tensor, teacher: Tensor, y: Tensor) -> list[Tensor]:
+    """CrEST's segment pass takes statistics over all rows: alone, a row is another batch."""
+    from crest_ops import Spans, crest_policy_loss
+
+    live = torch.ones(1, len(y), dtype=torch.bool, device=x.device)
+    spans = Spans.from_mask(live, group=torch.zeros(1, dtype=torch.int64, device=x.device))
+    ones = torch.ones(len(y), device=x.device)
+    x = x.detach().requires_grad_()
+    found = crest_policy_loss(x, teacher, y, spans, ones[:1], token_weight=ones, backend="triton")
+    return [found.loss.detach(), *torch.autograd.grad(found.loss, x)]
+
+
 def _equal(first: list[Tensor], second: list[Tensor], what: str) -> Found:
     differing = sum(int((a != b).sum()) for a, b in zip(first, second, strict=True))
     return Found("FAIL" if differing else "PASS", differing, "differing elements", what)
@@ -73,6 +85,7 @@ def invariance(setting: Setting) -> Iterator[Check]:
     N, V = (5, 1031) if setting.tiny else (512, 50257)
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
+        yield Check(f"crest_policy_loss {name}: two runs", partial(_twice, setting, _crest, N, V, dtype))
         for op_name, op in OPS.items():
             yield Check(f"{op_name} {name}: two runs", partial(_twice, setting, op, N, V, dtype))
             yield Check(f"{op_name} {name}: row alone", partial(_alone, setting, op, N, V, dtype))

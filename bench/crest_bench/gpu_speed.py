@@ -113,6 +113,16 @@ def _crest_stats(setting):
     return run
 
 
+def _crest_loss(setting):
+    from crest_ops import policy_loss
+
+    def run(x, teacher, y):
+        ones = torch.ones(len(y), device=x.device)
+        return (policy_loss(x, y, ones, token_weight=ones, backend="triton").loss,)
+
+    return run
+
+
 def _crest_divergence(kind: str):
     def make(setting):
         from crest_ops import token_divergence
@@ -159,9 +169,10 @@ def _liger_grpo(setting):
     return run
 
 
-# name: (what makes the run, tensors of logits that it reads)
+# name: (what makes the run, tensors of logits that forward reads)
 OVER_LOGITS = {
     "crest token_stats": (_crest_stats, 1),
+    "crest policy_loss": (_crest_loss, 1),
     "crest token_divergence reverse_kl": (_crest_divergence("reverse_kl"), 2),
     "crest token_divergence jsd": (_crest_divergence("jsd"), 2),
     "trl selective_log_softmax_and_entropy": (_trl_stats, 1),
