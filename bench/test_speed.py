@@ -16,7 +16,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.dtype}-{case.share:g}%")
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.dtype}-{case.share:g}pct")
 def inputs(request):
     return make_inputs(request.param, DEVICE)
 

@@ -17,25 +17,34 @@ messages = Console(stderr=True)
 
 
 def run(
-    head: Annotated[list[str] | None, typer.Option(help="Head of a model; may be repeated. [smollm2-135m]")] = None,
+    head: Annotated[
+        list[str] | None, typer.Option(help="Head of a model; may be repeated (default smollm2-135m).")
+    ] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="With --vocab: a head of this size instead.")] = None,
     vocab: Annotated[int | None, typer.Option(min=2, help="With --hidden: a head of this size instead.")] = None,
     share: Annotated[
         list[float] | None,
-        typer.Option(help="Percent of the tokens that the policy wrote; may be repeated. [3 10 30 100]"),
+        typer.Option(help="Percent of the tokens that the policy wrote; may be repeated (default 3, 10, 30, 100)."),
     ] = None,
     policy_tokens: Annotated[
         list[int] | None, typer.Option(min=1, help="The same as a number of tokens; may be repeated.")
     ] = None,
     tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens of the batch; may be repeated. [by head and device]")
+        list[int] | None,
+        typer.Option(min=1, help="Tokens of the batch; may be repeated (default: by head and device)."),
     ] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="float32 or bfloat16; may be repeated. [both]")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="forward, backward or full; may be repeated. [all]")] = None,
-    metric: Annotated[list[str] | None, typer.Option(help="speed, memory or error; may be repeated. [speed]")] = None,
-    provider: Annotated[list[str] | None, typer.Option(help="Whom to measure; may be repeated. [all]")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="float32 or bfloat16; may be repeated (default both).")
+    ] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help="forward, backward or full; may be repeated (default all).")
+    ] = None,
+    metric: Annotated[
+        list[str] | None, typer.Option(help="speed, memory or error; may be repeated (default speed).")
+    ] = None,
+    provider: Annotated[list[str] | None, typer.Option(help="Whom to measure; may be repeated (default all).")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of a speed measurement, after one to warm up.")] = 5,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. [cuda where there is one]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda where there is one).")] = None,
     csv: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help=f"Append here; default {RESULTS}/linear_DEVICE.csv, if it is there."),
