@@ -211,6 +211,18 @@ def test_the_pair_reads_each_tensor_at_the_cost_of_the_statistics(rows):
     assert all(row["instructions"] <= 8.3 and row["exponentials"] <= 1.13 for row in loops)
 
 
+@held
+@pytest.mark.parametrize(("role", "gradient_instructions"), [("fused", 6.5), ("fused_entropy", 7.4)])
+def test_the_fused_kernel_reads_a_row_twice_and_writes_it_once(rows, role, gradient_instructions):
+    statistics, gradient = _hot(rows, role)
+    assert (statistics["load_bits"], statistics["store_bits"]) == ("128", "")
+    assert (gradient["load_bits"], gradient["store_bits"]) == ("128", "128")
+    assert statistics["instructions"] <= 8.3 and statistics["exponentials"] <= 1.13
+    assert gradient["instructions"] <= gradient_instructions and gradient["exponentials"] == 1.0
+    for row in (statistics, gradient):
+        assert (row["barriers"], row["shuffles"], row["local_accesses"], row["local_bytes"]) == (0, 0, 0, 0), row
+
+
 def test_a_peer_counted_beforehand(rows):
     """TRL 1.16's chunked forward with entropy, as counted by other means: 25.0 per logit, 6 barriers, 21 shuffles."""
     try:

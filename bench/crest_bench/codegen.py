@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import triton
-from crest_kernels import teacher_pair, token_stats
+from crest_kernels import policy_loss, teacher_pair, token_stats
 from crest_kernels.device import GRAD_TILES, STATS_TILES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
@@ -194,6 +194,12 @@ _TYPES = {
     "normaliser_ptr": "*fp32",
     "grad_logp_ptr": "*fp32",
     "grad_entropy_ptr": "*fp32",
+    "credit_ptr": "*fp32",
+    "weight_ptr": "*fp32",
+    "old_logp_ptr": "*fp32",
+    "ref_logp_ptr": "*fp32",
+    "importance_ptr": "*fp32",
+    "active_ptr": "*u8",
     "num_rows": "i32",
     "rows_per_batch": "i32",
     "teacher_rows_per_batch": "i32",
@@ -206,8 +212,18 @@ _TYPES = {
     "stride_temperature": "i32",
     "stride_grad_batch": "i64",
     "stride_grad_row": "i64",
+    "stride_old": "i32",
+    "stride_ref": "i32",
+    "stride_importance": "i32",
+    "on_policy": "i32",
+    "kind": "i32",
     "logit_scale": "fp32",
     "softcap": "fp32",
+    "kl_coef": "fp32",
+    "entropy_coef": "fp32",
+    "a": "fp32",
+    "b": "fp32",
+    "c": "fp32",
 }
 _ALIGNED = (
     "logits_ptr", "teacher_ptr", "grad_ptr", "num_columns", "width", "stride_batch", "stride_row",
@@ -217,7 +233,8 @@ _LANES, _VECTOR, _WARPS = token_stats.tile_options(VOCABULARY, LOGIT_BITS // 8)
 
 
 def _ours(name: str, role: str, fn: triton.JITFunction, logits_per_thread: int, **constexprs) -> Kernel:
-    options = {"num_warps": _WARPS, "enable_fp_fusion": True}
+    lanes = constexprs.get("LANES", _LANES)
+    options = {"num_warps": _WARPS * lanes // _LANES, "enable_fp_fusion": True}
     return Kernel(name, role, fn, _TYPES, constexprs, _ALIGNED, options, logits_per_thread)
 
 
@@ -236,5 +253,12 @@ KERNELS = [
     _ours(
         "teacher_pair", "pair", teacher_pair.teacher_pair_kernel, STATS_TILES.value * _VECTOR,
         SOFTCAP=False, LANES=_LANES, VEC=_VECTOR, TEACHER_VEC=_VECTOR,
+    ),
+    *(
+        _ours(
+            f"policy_loss{suffix}", f"fused{suffix}", policy_loss.policy_loss_kernel, STATS_TILES.value * _VECTOR,
+            ENTROPY=bool(suffix), SOFTCAP=False, LANES=policy_loss.ROW_LANES, VEC=_VECTOR,
+        )
+        for suffix in ("", "_entropy")
     ),
 ]  # fmt: skip

@@ -22,6 +22,7 @@ from .device import (
 )
 from .token_stats import tile_options
 
+ROW_LANES = 512  # of a row that has a multiprocessor to itself
 MAX_LOG_RATIO = tl.constexpr(20.0)
 PPO_CLIP = tl.constexpr(0)  # a: low, b: high, c: dual, or inf
 CISPO = tl.constexpr(1)  # a: low, 1 for none, b: high
@@ -121,7 +122,7 @@ def policy_loss_kernel(
 def launch_options(width: int, element_size: int, device: torch.device) -> tuple[int, int]:
     """(programs, most lanes of one): the rows that all programs read at once fit into half of the L2 cache.
 
-    At least one row per multiprocessor, in 512 threads; where more fit, in fewer threads each, 128 at least.
+    At least one row per multiprocessor, in ROW_LANES threads; where more fit, in fewer threads each, 128 at least.
     """
     if INTERPRETED.value:
         return 4, 128
@@ -129,7 +130,7 @@ def launch_options(width: int, element_size: int, device: torch.device) -> tuple
     multiprocessors = properties.multi_processor_count
     fitting = properties.L2_cache_size // (2 * width * element_size * multiprocessors)
     rows = min(8, triton.next_power_of_2(fitting + 1) // 2) if fitting else 1
-    return rows * multiprocessors, max(128, 512 // rows)
+    return rows * multiprocessors, max(128, ROW_LANES // rows)
 
 
 def policy_loss(
