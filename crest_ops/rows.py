@@ -22,15 +22,9 @@ def block_rows(num_columns: int) -> int:
 
 
 def scratch_of(dtype: torch.dtype, num_rows: int, num_columns: int, device: torch.device) -> Tensor:
-    """Two buffers [2, R, V] for blocks of `num_rows` rows (or of `block_rows`, if that is fewer)."""
-    return torch.empty(2, min(num_rows, block_rows(num_columns)), num_columns, dtype=dtype, device=device)
-
-
-def blocks(num_rows: int, scratch: Tensor):
-    """Slices of at most scratch's rows that cover num_rows."""
-    size = scratch.shape[1]
-    for start in range(0, num_rows, max(1, size)):
-        yield slice(start, min(start + size, num_rows))
+    """Two buffers [2, R, V] for blocks of num_rows rows. One block may hold a row more; a lone row stands twice."""
+    size = max(2, min(num_rows, block_rows(num_columns) + 1))
+    return torch.empty(2, size, num_columns, dtype=dtype, device=device)
 
 
 def shift_rows(x_RV: Tensor, temperature, softcap: float, logit_scale: float, max_R1: Tensor | None, z_RV: Tensor):

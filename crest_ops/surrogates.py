@@ -22,6 +22,7 @@ without spans; the constructors: unknown level or ratio, bounds out of range.
 Shape letters: N token positions.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -232,3 +233,19 @@ def _check_bounds(surrogate: PPOClip | CISPO) -> None:
         raise ValueError(f"low is {low!r}, want 0 <= low <= 1")
     if not (isinstance(high, int | float) and high >= 0):
         raise ValueError(f"high is {high!r}, want high >= 0")
+
+
+def as_numbers(surrogate: Surrogate) -> tuple[int, float, float, float]:
+    """(kind, a, b, c) of a surrogate at token level, for ops that take plain numbers: 0 PPOClip, 1 CISPO, 2 SAPO."""
+    if isinstance(surrogate, PPOClip):
+        return 0, float(surrogate.low), float(surrogate.high), math.inf if surrogate.dual is None else surrogate.dual
+    if isinstance(surrogate, CISPO):
+        return 1, 1.0 if surrogate.low is None else float(surrogate.low), float(surrogate.high), 0.0
+    return 2, float(surrogate.tau_pos), float(surrogate.tau_neg), 0.0
+
+
+def from_numbers(kind: int, a: float, b: float, c: float) -> Surrogate:
+    """The surrogate at token level of `as_numbers`."""
+    if kind == 0:
+        return PPOClip(a, b, None if c == math.inf else c)
+    return CISPO(b, low=a) if kind == 1 else SAPO(a, b)

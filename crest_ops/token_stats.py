@@ -109,20 +109,26 @@ def stats_tensors(
     )
 
 
-# --- the plain-torch backend -------------------------------------------------------------------------------------------
+# --- the plain-torch backend ------------------------------------------------------------------------------------------
 
 
-def wanted_blocks(target_N: Tensor, num_columns: int):
-    """Indices of the wanted rows, a block at a time."""
+def wanted_blocks(target_N: Tensor, num_columns: int, one_batch: bool):
+    """The wanted rows, a block at a time: as slices, which copy nothing, where one batch entry is wanted whole."""
+    size = block_rows(num_columns)
     rows = (target_N != UNWANTED).nonzero()[:, 0]
-    for block in rows.split(block_rows(num_columns)):
+    if one_batch and len(rows) == len(target_N) > 1:
+        # the last block takes a lone row along
+        starts = [*range(0, max(1, len(rows) - 1), size), len(rows)]
+        yield from (slice(start, end) for start, end in zip(starts, starts[1:], strict=False))
+        return
+    for block in rows.split(size):
         yield block if len(block) > 1 else block.repeat(2)
 
 
 def stats_torch(logits_BTV, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq):
     outputs_N = [temperature.new_zeros(len(target_N)) for _ in range(6)]
-    scratch = scratch_of(temperature.dtype, max(2, len(target_N)), num_columns, logits_BTV.device)
-    for rows in wanted_blocks(target_N, num_columns):
+    scratch = scratch_of(temperature.dtype, len(target_N), num_columns, logits_BTV.device)
+    for rows in wanted_blocks(target_N, num_columns, len(logits_BTV) == 1):
         x_RV = _rows_of(logits_BTV, rows)[:, :num_columns]
         temperature_R1 = temperature[rows, None] if len(temperature) > 1 else temperature
         found = stats_rows(x_RV, target_N[rows], temperature_R1, softcap, logit_scale, entropy, sum_sq, scratch)
@@ -140,18 +146,23 @@ def grad_torch(
     unwanted = (target_N == UNWANTED).nonzero()[:, 0]
     grad_BTV[unwanted // length, unwanted % length] = 0
     grad_BTV[:, :, num_columns:] = 0
-    scratch = scratch_of(temperature.dtype, max(2, len(target_N)), num_columns, logits_BTV.device)
-    for rows in wanted_blocks(target_N, num_columns):
+    scratch = scratch_of(temperature.dtype, len(target_N), num_columns, logits_BTV.device)
+    for rows in wanted_blocks(target_N, num_columns, len(logits_BTV) == 1):
         x_RV = _rows_of(logits_BTV, rows)[:, :num_columns]
         temperature_R1 = temperature[rows, None] if len(temperature) > 1 else temperature
+        whole = isinstance(rows, slice)
         grad_rows(
-            x_RV, x_RV, target_N[rows], temperature_R1, softcap, logit_scale, entropy_N[rows], normaliser[0, rows],
-            normaliser[1, rows], grad_logp[rows], None if grad_entropy is None else grad_entropy[rows], scratch,
+            grad_BTV[0, rows, :num_columns] if whole else x_RV, x_RV, target_N[rows], temperature_R1, softcap,
+            logit_scale, entropy_N[rows], normaliser[0, rows], normaliser[1, rows], grad_logp[rows],
+            None if grad_entropy is None else grad_entropy[rows], scratch,
         )  # fmt: skip
-        grad_BTV[rows // length, rows % length, :num_columns] = x_RV
+        if not whole:
+            grad_BTV[rows // length, rows % length, :num_columns] = x_RV
 
 
-def _rows_of(logits_BTV: Tensor, rows: Tensor) -> Tensor:
+def _rows_of(logits_BTV: Tensor, rows: Tensor | slice) -> Tensor:
+    if isinstance(rows, slice):
+        return logits_BTV[0, rows]
     return logits_BTV[rows // logits_BTV.shape[1], rows % logits_BTV.shape[1]]
 
 
@@ -166,11 +177,7 @@ def token_stats_op(
     """logits [B, T, V] -> (logp, entropy, lse, sum_sq_probs) [N] and the backend's normaliser [2, N], which backward
     reads.
     """
-    if backend == "triton":
-        from crest_kernels.token_stats import token_stats as stats_triton
-
-        return stats_triton(logits, target_N, temperature, num_columns, logit_scale, softcap, sum_sq)
-    return stats_torch(logits, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq)
+    return run_stats(logits, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq, backend)
 
 
 @token_stats_op.register_fake
@@ -179,7 +186,17 @@ def _(logits, target_N, temperature, num_columns, logit_scale, softcap, entropy,
     return *per_token, temperature.new_empty(2, target_N.shape[0])
 
 
-def _write_gradient(grad, logits, backend, *arguments) -> None:
+def run_stats(logits, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq, backend):
+    """(logp, entropy, lse, sum_sq_probs, normaliser) of logits [B, T, V]."""
+    if backend == "triton":
+        from crest_kernels.token_stats import token_stats as stats_triton
+
+        return stats_triton(logits, target_N, temperature, num_columns, logit_scale, softcap, sum_sq)
+    return stats_torch(logits, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq)
+
+
+def write_gradient(grad, logits, backend, *arguments) -> None:
+    """Write the gradient of logits [B, T, V] into grad, which may be the logits."""
     if backend == "triton":
         from crest_kernels.token_stats import token_stats_grad as grad_triton
 
@@ -195,7 +212,7 @@ def token_stats_grad_op(
 ) -> Tensor:  # fmt: skip
     """Gradient of grad_logp . logp + grad_entropy . entropy by the logits, [B, T, V]."""
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _write_gradient(
+    write_gradient(
         grad, logits, backend, target_N, temperature, entropy_N, normaliser, grad_logp, grad_entropy,
         num_columns, logit_scale, softcap,
     )  # fmt: skip
@@ -213,7 +230,7 @@ def token_stats_grad_inplace_op(
     grad_entropy: Tensor | None, num_columns: int, logit_scale: float, softcap: float, backend: str,
 ) -> None:  # fmt: skip
     """The same, written over the logits."""
-    _write_gradient(
+    write_gradient(
         logits, logits, backend, target_N, temperature, entropy_N, normaliser, grad_logp, grad_entropy,
         num_columns, logit_scale, softcap,
     )  # fmt: skip

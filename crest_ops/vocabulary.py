@@ -21,12 +21,21 @@ def check_vocabulary_arguments(
     if not isinstance(logits, Tensor) or logits.dim() < 1 or logits.dtype not in FLOAT_DTYPES or not logits.shape[-1]:
         found = f"{[*logits.shape]} {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"logits is {found}, want [..., V] with V >= 1 of float16, bfloat16, float32 or float64")
-    rows = logits.shape[:-1]
-    check_per_token("targets", targets, rows, (torch.int64, torch.int32), logits.device)
+    return check_row_arguments(
+        logits.shape[:-1], logits.shape[-1], logits.device, targets, mask, temperature, softcap, logit_scale,
+        vocab_size, ignore_index,
+    )  # fmt: skip
+
+
+def check_row_arguments(
+    rows, width: int, device, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index
+) -> int:
+    """Check the arguments of an op over rows of `width` logits. Returns the number of valid columns."""
+    check_per_token("targets", targets, rows, (torch.int64, torch.int32), device)
     if mask is not None:
-        check_per_token("mask", mask, rows, (torch.bool,), logits.device)
+        check_per_token("mask", mask, rows, (torch.bool,), device)
     if isinstance(temperature, Tensor):
-        check_per_token("temperature", temperature, rows, FLOAT_DTYPES, logits.device)
+        check_per_token("temperature", temperature, rows, FLOAT_DTYPES, device)
     else:
         check_positive("temperature", temperature)
     if softcap is not None:
@@ -34,11 +43,10 @@ def check_vocabulary_arguments(
     check_positive("logit_scale", logit_scale)
     if not isinstance(ignore_index, int):
         raise ValueError(f"ignore_index is {ignore_index!r}, want an int")
-    width = logits.shape[-1]
     if vocab_size is None:
         vocab_size = width
     if not isinstance(vocab_size, int) or not 1 <= vocab_size <= width:
-        raise ValueError(f"vocab_size is {vocab_size}, want 1 <= vocab_size <= {width}, the last dimension of logits")
+        raise ValueError(f"vocab_size is {vocab_size}, want 1 <= vocab_size <= {width}, the columns there are")
     return vocab_size
 
 
@@ -66,7 +74,7 @@ def check_per_token(name: str, tensor, shape, dtypes, device) -> None:
     if tensor.shape != shape or tensor.dtype not in dtypes:
         raise ValueError(f"{name} is {[*tensor.shape]} {str(tensor.dtype).removeprefix('torch.')}, want {wanted}")
     if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, want {device}, where logits are")
+        raise ValueError(f"{name} is on {tensor.device}, want {device}, where the others are")
 
 
 def check_positive(name: str, value) -> None:
