@@ -22,14 +22,13 @@ def case_tables(rows: Sequence[Row]) -> Iterable[Table]:
 def _table(title: str, rows: Sequence[Row]) -> Table:
     figures = {(row.provider, row.mode, row.metric): row for row in rows}
     measured = {(row.mode, row.metric) for row in rows}
-    columns = [("seconds", mode, mode) for mode in ("forward", "backward", "full") if (mode, "seconds") in measured]
+    modes = [mode for mode in ("forward", "backward", "full") if (mode, "seconds") in measured]
     full, memory = ("full", "seconds") in measured, ("full", "memory_peak") in measured
-    table = Table(
-        title=title, caption="full: seconds of forward and backward (20th - 80th percentile)" if full else None
-    )
+    captions = ["seconds, median (20th - 80th percentile)"] * bool(modes) + ["peak: above the inputs"] * memory
+    table = Table(title=title, caption="; ".join(captions) or None)
     table.add_column("provider", no_wrap=True)
-    for _, _, heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+    for mode in modes:
+        table.add_column(mode, justify="right", no_wrap=True)
     if full:
         table.add_column("x floor", justify="right")
         table.add_column("x crest", justify="right")
@@ -42,7 +41,7 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     table.add_column("computes")
     for name in dict.fromkeys(row.provider for row in rows):
         own = {key[1:]: row for key, row in figures.items() if key[0] == name}
-        cells = [_seconds(own.get((mode, metric))) for metric, mode, _ in columns]
+        cells = [_seconds(own.get((mode, "seconds"))) for mode in modes]
         if full:
             seconds = own.get(("full", "seconds"))
             cells += [_ratio(seconds.ratio_to_floor) if seconds else "", _over(seconds, figures)]
