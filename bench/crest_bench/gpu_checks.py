@@ -18,6 +18,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 SURROGATES = {"PPOClip": (0, 0.2, 0.28, math.inf), "PPOClip dual": (0, 0.2, 0.28, 3.0),
               "CISPO": (1, 1.0, 0.28, 0.0), "SAPO": (2, 1.0, 1.05, 0.0)}  # fmt: skip
+FEWER = ("-inf blocks", "masked rows", "shift 3e4", "softcap")
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 JSD_WEIGHT = 0.3
 
@@ -105,6 +106,8 @@ def correctness(setting: Setting) -> Iterator[Check]:
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         for kind, make in inputs(setting, dtype):
+            if dtype == torch.float16 and kind not in FEWER:  # each kind is compiled anew
+                continue
             yield Check(f"token_stats {kind} {name}", partial(_token_stats, setting, make))
         for kind in KINDS:
             yield Check(f"token_divergence {kind} {name}", partial(_divergence, setting, kind, dtype, {}))
