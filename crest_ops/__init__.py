@@ -2,6 +2,7 @@
 
 from .advantages import group_advantage, leave_one_out_advantage, turn_advantage
 from .crest_policy_loss import crest_policy_loss
+from .divergence import TokenDivergence, token_divergence
 from .methods import METHODS
 from .methods.crest import CrestConfig
 from .methods.grpo import GRPOConfig
@@ -25,6 +26,7 @@ __all__ = [
     "SAPO",
     "Signals",
     "Spans",
+    "TokenDivergence",
     "TokenStats",
     "TurnGRPOConfig",
     "action_mean",
@@ -34,6 +36,7 @@ __all__ = [
     "leave_one_out_advantage",
     "policy_loss",
     "sequence_mean",
+    "token_divergence",
     "token_mean",
     "token_stats",
     "turn_advantage",

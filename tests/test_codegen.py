@@ -196,7 +196,7 @@ def test_speed_contract(rows, role, instructions, exponentials):
 
 
 @held
-@pytest.mark.parametrize("role", ["stats", "grad", "grad_entropy", "pair"])
+@pytest.mark.parametrize("role", ["stats", "grad", "grad_entropy", "pair", "grad_pair"])
 def test_wide_accesses_and_no_communication_or_spills(rows, role):
     for row in _hot(rows, role):
         assert row["load_bits"] == "128", row
@@ -206,9 +206,29 @@ def test_wide_accesses_and_no_communication_or_spills(rows, role):
 
 @held
 def test_the_pair_reads_each_tensor_at_the_cost_of_the_statistics(rows):
-    loops = _hot(rows, "pair")
+    loops = [row for row in _hot(rows, "pair") if row["kernel"] == "teacher_pair"]
     assert len(loops) == 2  # the student's logits, then the teacher's
     assert all(row["instructions"] <= 8.3 and row["exponentials"] <= 1.13 for row in loops)
+
+
+@held
+def test_both_kls_in_one_loop_over_both_rows(rows):
+    (loop,) = [row for row in _hot(rows, "pair") if row["kernel"] == "divergence_kl"]
+    assert 2 * loop["instructions"] <= 18  # per student-teacher pair of logits
+    assert loop["exponentials"] <= 1.13
+
+
+@held
+def test_the_jsd_takes_the_statistics_of_each_row_and_one_visit_of_both(rows):
+    student, teacher, visit = (row for row in _hot(rows, "pair") if row["kernel"] == "divergence_jsd")
+    assert all(loop["instructions"] <= 8.3 and loop["exponentials"] <= 1.13 for loop in (student, teacher))
+    assert visit["exponentials"] == 1.5  # p, q, and their ratio
+
+
+@held
+def test_a_divergence_gradient_stays_within_what_its_bytes_take(rows):
+    kl, jsd = _hot(rows, "grad_pair")
+    assert 2 * kl["instructions"] <= 24 and kl["exponentials"] == jsd["exponentials"] == 1.0
 
 
 @held

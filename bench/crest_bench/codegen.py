@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import triton
-from crest_kernels import policy_loss, teacher_pair, token_stats
+from crest_kernels import divergence, divergence_grad, policy_loss, teacher_pair, token_stats
 from crest_kernels.device import GRAD_TILES, STATS_TILES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
@@ -190,6 +190,10 @@ _TYPES = {
     "entropy_ptr": "*fp32",
     "lse_ptr": "*fp32",
     "teacher_logp_ptr": "*fp32",
+    "student_kl_ptr": "*fp32",
+    "divergence_ptr": "*fp32",
+    "grad_student_kl_ptr": "*fp32",
+    "grad_divergence_ptr": "*fp32",
     "sum_sq_ptr": "*fp32",
     "normaliser_ptr": "*fp32",
     "grad_logp_ptr": "*fp32",
@@ -224,6 +228,8 @@ _TYPES = {
     "a": "fp32",
     "b": "fp32",
     "c": "fp32",
+    "jsd_weight": "fp32",
+    "bound": "fp32",
 }
 _ALIGNED = (
     "logits_ptr", "teacher_ptr", "grad_ptr", "num_columns", "width", "stride_batch", "stride_row",
@@ -260,5 +266,20 @@ KERNELS = [
             ENTROPY=bool(suffix), SOFTCAP=False, LANES=policy_loss.ROW_LANES, VEC=_VECTOR,
         )
         for suffix in ("", "_entropy")
+    ),
+    _ours(
+        "divergence_kl", "pair", divergence.kl_kernel, 2 * divergence.PAIR_TILES.value * _VECTOR,
+        SOFTCAP=False, LANES=_LANES, VEC=_VECTOR,
+    ),
+    _ours(
+        "divergence_jsd", "pair", divergence.jsd_kernel, STATS_TILES.value * _VECTOR,
+        SOFTCAP=False, LANES=_LANES, VEC=_VECTOR,
+    ),
+    *(
+        _ours(
+            f"divergence_{kind}_grad", "grad_pair", divergence_grad.divergence_grad_kernel,
+            2 * divergence_grad.TILES.value * _VECTOR, JSD=kind == "jsd", SOFTCAP=False, BLOCK=_LANES * _VECTOR,
+        )
+        for kind in ("kl", "jsd")
     ),
 ]  # fmt: skip
