@@ -3,6 +3,10 @@
 from .advantages import group_advantage, leave_one_out_advantage, turn_advantage
 from .crest_policy_loss import crest_policy_loss
 from .divergence import TokenDivergence, token_divergence
+from .heads import Head, check_head, head_of
+from .linear import linear_token_stats
+from .linear_policy_loss import linear_policy_loss
+from .memory import estimate_memory
 from .methods import METHODS
 from .methods.crest import CrestConfig
 from .methods.grpo import GRPOConfig
@@ -20,6 +24,7 @@ __all__ = [
     "CrestConfig",
     "GRPOConfig",
     "GSPO",
+    "Head",
     "METHODS",
     "PPOClip",
     "PolicyLoss",
@@ -30,10 +35,15 @@ __all__ = [
     "TokenStats",
     "TurnGRPOConfig",
     "action_mean",
+    "check_head",
     "crest_policy_loss",
+    "estimate_memory",
     "fixed_length",
     "group_advantage",
+    "head_of",
     "leave_one_out_advantage",
+    "linear_policy_loss",
+    "linear_token_stats",
     "policy_loss",
     "sequence_mean",
     "token_divergence",

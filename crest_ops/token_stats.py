@@ -71,14 +71,17 @@ def token_stats(
     vocab_size). On a GPU targets and a temperature tensor are checked by device-side asserts, or as ValueError under
     CREST_DEBUG=1.
     """
-    unknown = [name for name in outputs if name not in OUTPUTS]
-    if isinstance(outputs, str) or unknown:
-        raise ValueError(f"outputs is {outputs!r}, want a sequence of {', '.join(map(repr, OUTPUTS))}")
+    check_outputs(outputs)
     logp, entropy, lse, sum_sq_probs = stats_tensors(
         logits, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index,
         "entropy" in outputs, "sum_sq_probs" in outputs, False, backend,
     )  # fmt: skip
     return TokenStats(logp, entropy, lse, sum_sq_probs)
+
+
+def check_outputs(outputs: Sequence[str]) -> None:
+    if isinstance(outputs, str) or any(name not in OUTPUTS for name in outputs):
+        raise ValueError(f"outputs is {outputs!r}, want a sequence of {', '.join(map(repr, OUTPUTS))}")
 
 
 def stats_tensors(

@@ -1,0 +1,254 @@
+"""The credit-weighted policy loss straight from hidden states: each chunk of logits becomes its own gradient in place.
+
+Shape letters: N tokens, H hidden size, V vocabulary, R rows of a chunk, M wanted rows.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .chunks import ChunkedHead, move_rows_forward
+from .debug import compare_rows, debugging
+from .linear import MAX_CHUNK_BYTES, fake_gradients, part, pick, prepare, token_stats_of, wanted_rows
+from .memory import working
+from .policy_loss import (
+    PolicyLoss,
+    check_coefficients,
+    check_loss_arguments,
+    finite_where,
+    live_positions,
+    token_losses,
+    with_gradient,
+)
+from .rows import UNWANTED
+from .spans import Spans
+from .surrogates import PPOClip, Surrogate, as_numbers, from_numbers
+from .token_stats import run_stats, write_gradient
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Tensor,
+    credit: Tensor,
+    *,
+    token_weight: Tensor,
+    head_bias: Tensor | None = None,
+    old_logp: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    surrogate: Surrogate = PPOClip(0.2, 0.28),
+    importance_weight: Tensor | None = None,
+    spans: Spans | None = None,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    backend: str = "auto",
+    logits_dtype: torch.dtype | None = None,
+    process_group: ProcessGroup | None = None,
+    reduce_hidden_grad: bool = True,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+) -> PolicyLoss:
+    """Credit-weighted surrogate loss of the realised tokens, from hidden states and the vocabulary head.
+
+    loss = sum_n token_weight_n (importance_weight_n * surrogate(r_n, credit_n) + kl_coef * k3_n - entropy_coef * H_n)
+    of the logits hidden @ head_weight.T + head_bias: `policy_loss` has the terms and their sources (PPO, arXiv
+    1707.06347; k3, arXiv 2402.03300). One shot, this project's own: credit and token_weight are known, so each chunk
+    of logits is overwritten with its gradient in the visit that finds its statistics, and its two products are taken
+    at once: three matrix products instead of four, and nothing of size [N, V] is kept. The gradients wait for
+    backward, which scales them; they cost nothing where no input needs one.
+
+    Rows that are masked are left out before the first product, rows whose gradient is 0 (credit 0, clipped) before the
+    other two. A surrogate whose ratio spans an action, turn or trajectory off policy, and a head split over a
+    process_group, go the composable way: the log-probs of all rows first, each chunk made again in backward.
+
+    hidden [..., H], head_weight [V, H], head_bias [V], logits_dtype, process_group, reduce_hidden_grad,
+        max_chunk_bytes: as in `linear_token_stats`.
+    targets, credit, token_weight, old_logp, ref_logp, kl_coef, entropy_coef, surrogate, importance_weight, spans, mask,
+        temperature, softcap, logit_scale, vocab_size, ignore_index, backend: as in `policy_loss`; per-token ones are
+        [...] like targets.
+
+    Values, metrics and edge cases are those of `policy_loss`. A second backward gives the same gradient (retain_graph),
+    double backward raises. Raises ValueError naming the argument, as `policy_loss` and `linear_token_stats` do.
+    """
+    per_token = {
+        "credit": credit,
+        "token_weight": token_weight,
+        "old_logp": old_logp,
+        "ref_logp": ref_logp,
+        "importance_weight": importance_weight,
+    }
+    call = prepare(
+        hidden, head_weight, head_bias, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index,
+        backend, logits_dtype, max_chunk_bytes, process_group,
+    )  # fmt: skip
+    check_loss_arguments(hidden, targets, per_token, spans)
+    check_coefficients(kl_coef, entropy_coef, ref_logp, surrogate)
+    if surrogate.level != "token" and spans is None:
+        raise ValueError(f"{type(surrogate).__name__} at level {surrogate.level!r} needs spans: pass spans=Spans(...)")
+    live_N = live_positions(targets, mask, ignore_index, spans)
+    given = {
+        name: finite_where(name, value.reshape(-1), live_N) for name, value in per_token.items() if value is not None
+    }
+    one_shot = call.shard is None and (surrogate.level == "token" or old_logp is None)
+    if one_shot:
+        needs = [
+            torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+            for tensor in (hidden, head_weight, head_bias)
+        ]
+        kind_and_numbers = as_numbers(surrogate)
+        per_row = [
+            None if name not in given else given[name].to(call.temperature.dtype)
+            for name in ("credit", "token_weight", "old_logp", "ref_logp", "importance_weight")
+        ]
+        logp_N, entropy_N, unit, *gradients = torch.ops.crest.linear_policy_loss(
+            call.hidden_NH.detach(), head_weight.detach(), None if head_bias is None else head_bias.detach(),
+            torch.where(live_N, call.target_N, UNWANTED), call.temperature, *per_row, *kind_and_numbers,
+            float(kl_coef), float(entropy_coef), *call.scalars, needs,
+        )  # fmt: skip
+        if debugging():
+            compare_rows(call, head_weight, head_bias, logp_N, entropy_N)
+    else:
+        logp_N, entropy_N, _, _ = token_stats_of(call, head_weight, head_bias, True, False, reduce_hidden_grad)
+    new_N = logp_N.detach()
+    found = token_losses(new_N, entropy_N.detach(), given, surrogate, spans, live_N, kl_coef, entropy_coef)
+    weight_N = given["token_weight"].to(found.value.dtype)
+    loss = (weight_N * found.value).sum()
+    if one_shot:
+        loss = _Scaled.apply(loss, hidden, head_weight, head_bias, unit, *gradients)
+    else:
+        slope_entropy_N = -entropy_coef * weight_N if entropy_coef else None
+        loss = with_gradient(loss, logp_N, weight_N * found.slope, entropy_N if entropy_coef else None, slope_entropy_N)
+    shape = targets.shape
+    return PolicyLoss(
+        loss, new_N.view(shape), entropy_N.detach().view(shape), found.ratio.view(shape), found.clipped.view(shape),
+        found.metrics,
+    )  # fmt: skip
+
+
+class _Scaled(torch.autograd.Function):
+    """The loss, whose gradients by hidden, weight and bias are there already, in multiples of `unit`."""
+
+    @staticmethod
+    def forward(ctx, loss, hidden, weight, bias, unit, *gradients):
+        ctx.save_for_backward(unit, *gradients)
+        ctx.like = [None if t is None else (t.shape, t.dtype) for t in (hidden, weight, bias)]
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        unit, *gradients = ctx.saved_tensors
+        found = [
+            _scale(gradient, grad * unit, like[1], keep=i > 0).view(like[0]) if ctx.needs_input_grad[i + 1] else None
+            for i, (gradient, like) in enumerate(zip(gradients, ctx.like, strict=True))
+        ]
+        return None, *found, *[None] * 4
+
+
+def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype, keep: bool) -> Tensor:
+    """gradient * scale, rounded once. keep: the gradient itself may be handed on (autograd copies what is still used).
+
+    A scale of narrow dtype would be rounded before it is multiplied, hence the three ways.
+    """
+    if torch.compiler.is_compiling():
+        return (gradient.to(scale.dtype) * scale).to(dtype)
+    if gradient.device.type == "cpu":
+        number = float(scale)
+        return gradient if keep and number == 1 and gradient.dtype == dtype else (gradient * number).to(dtype)
+    return torch.mul(gradient, scale.view(1), out=torch.empty_like(gradient, dtype=dtype))
+
+
+# --- the op -----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("crest::linear_policy_loss", mutates_args=())
+def linear_policy_loss_op(
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: Tensor, credit: Tensor,
+    token_weight: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, importance_weight: Tensor | None,
+    kind: int, a: float, b: float, c: float, kl_coef: float, entropy_coef: float, num_columns: int, logit_scale: float,
+    softcap: float, compute_dtype: torch.dtype, logits_dtype: torch.dtype, max_chunk_bytes: int, backend: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(logp, entropy) [N], `unit` (a scalar), and in its multiples the loss's gradients by hidden, weight and bias.
+
+    unit is 1; for float16 logits, whose gradient would underflow, it is a power of 2 near the largest coefficient.
+    """
+    rows = wanted_rows(target_N != UNWANTED)
+    logp_N, entropy_N = (temperature.new_zeros(len(target_N)) for _ in range(2))
+    unit = temperature.new_ones(())
+    if logits_dtype == torch.float16:
+        size_N = credit.abs() if importance_weight is None else (credit * importance_weight).abs()
+        largest = (token_weight.abs() * (size_N + abs(kl_coef) + abs(entropy_coef))).amax().clamp(min=1e-30)
+        unit = torch.exp2(largest.log2().floor())
+    token_weight = token_weight / unit
+    target_M, temperature_M, *per_row = (
+        pick(values, rows)
+        for values in (target_N, temperature, credit, token_weight, old_logp, ref_logp, importance_weight)
+    )
+    shape = dict(num_columns=num_columns, logit_scale=logit_scale, softcap=softcap)
+    terms = dict(kl_coef=kl_coef, entropy_coef=entropy_coef, surrogate=(kind, a, b, c))
+    with working(hidden_NH, weight_VH, max_chunk_bytes, logits_dtype, rows):
+        head = ChunkedHead(
+            hidden_NH, weight_VH, bias_V, rows, num_columns, compute_dtype, logits_dtype, max_chunk_bytes
+        )
+        head.want_gradients(*needs)
+        for here, hidden_RH in head.chunks():
+            z_RV = head.logits(hidden_RH)
+            arguments = (target_M[here], part(temperature_M, here), *(part(values, here) for values in per_row))
+            if any(needs):
+                visit = visit_triton if backend == "triton" else visit_torch
+                logp_R, entropy_R, order = visit(z_RV, *arguments, **shape, **terms)
+                place_R = order + here.start
+                head.add_gradients(place_R, hidden_RH[order], z_RV[: len(order)])
+            else:
+                logp_R, entropy_R, *_ = run_stats(
+                    z_RV[None], *arguments[:2], num_columns, logit_scale, softcap, True, False, backend
+                )
+            at = here if rows is None else rows[here]
+            logp_N[at], entropy_N[at] = logp_R, entropy_R
+        gradients = head.gradients()
+    return logp_N, entropy_N, unit, *(hidden_NH.new_empty(0) if g is None else g for g in gradients)
+
+
+@linear_policy_loss_op.register_fake
+def _(hidden_NH, weight_VH, bias_V, target_N, temperature, *arguments):
+    per_token = (temperature.new_empty(target_N.shape) for _ in range(2))
+    return *per_token, temperature.new_empty(()), *fake_gradients(hidden_NH, weight_VH, bias_V, arguments[-1])
+
+
+def visit_triton(z_RV, *arguments, **options) -> tuple[Tensor, Tensor, Tensor]:
+    """One launch: the logits become their gradient; the rows that have one are then brought to the front."""
+    from crest_kernels.policy_loss import policy_loss
+
+    logp_R, entropy_R, active_R = policy_loss(z_RV, *arguments, **options)
+    return logp_R, entropy_R, move_rows_forward(z_RV, active_R)
+
+
+def visit_torch(
+    z_RV, target_R, temperature, credit, token_weight, old_logp, ref_logp, importance_weight,
+    *, num_columns, logit_scale, softcap, kl_coef, entropy_coef, surrogate,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(logp, entropy, which row lies where) of a chunk; the rows that have a gradient lie in front and hold it."""
+    columns = (num_columns, logit_scale, softcap)
+    logp_R, entropy_R, _, _, normaliser = run_stats(z_RV[None], target_R, temperature, *columns, True, False, "torch")
+    given = {"credit": credit, "old_logp": old_logp, "ref_logp": ref_logp, "importance_weight": importance_weight}
+    given = {name: value for name, value in given.items() if value is not None}
+    live_R = torch.ones_like(target_R, dtype=torch.bool)
+    found = token_losses(logp_R, entropy_R, given, from_numbers(*surrogate), None, live_R, kl_coef, entropy_coef)
+    grad_logp_R, grad_entropy_R = token_weight * found.slope, -entropy_coef * token_weight
+    active_R = (logp_R != -torch.inf) & ((grad_logp_R != 0) | (grad_entropy_R != 0))
+    order = move_rows_forward(z_RV, active_R)
+    z_1AV = z_RV[None, : len(order)]
+    write_gradient(
+        z_1AV, z_1AV, "torch", target_R[order], temperature if len(temperature) == 1 else temperature[order],
+        entropy_R[order], normaliser[:, order], grad_logp_R[order], grad_entropy_R[order] if entropy_coef else None,
+        *columns,
+    )  # fmt: skip
+    return logp_R, entropy_R, order
