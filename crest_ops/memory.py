@@ -36,7 +36,7 @@ def estimate_memory(
     num_tokens: N, all positions. policy_share: the part of them that is trained on, in [0, 1]. hidden_size: H.
     vocab_size: V. dtype of hidden states; weight_dtype: of the head, default the same; logits_dtype and
     max_chunk_bytes: as in `linear_policy_loss`. frozen_head: it needs no gradient. device: "cpu" or "cuda"; on the CPU
-    the loss is taken to be differentiated as it is (not scaled). Sizes count [N, H], [V, H] and [M, V] tensors in bytes.
+    the loss is taken to be differentiated as it is (not scaled). Sizes are of [N, H], [V, H] and [R, V] tensors.
 
     Raises ValueError for a size below 1 or a share outside [0, 1].
     """

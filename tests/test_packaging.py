@@ -69,7 +69,7 @@ def test_arrows_run_one_way():
         assert "crest_train" not in source.read_text() and "crest_bench" not in source.read_text(), source
     for source in (ROOT / "kernels").rglob("*.py"):
         imports = [line for line in source.read_text().splitlines() if line.startswith(("import ", "from "))]
-        assert all(line.split()[1].split(".")[0] in ("", "os", "torch", "triton") for line in imports), (
+        assert all(line.split()[1].split(".")[0] in ("", "math", "os", "torch", "triton") for line in imports), (
             source,
             imports,
         )
