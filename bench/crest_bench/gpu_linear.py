@@ -18,9 +18,9 @@ from crest_bench.gpu_checks import JSD_WEIGHT, KINDS, randint, randn, worst
 MASKED_EVERY = 3
 # (dtype of the operands, logits_dtype or None): tolerance of a log-prob, relative tolerance of a gradient's norm.
 PRECISIONS = {
-    (torch.float32, None): (1e-4, 1e-4),
+    (torch.float32, None): (3e-5, 3e-5),
     (torch.bfloat16, None): (0.1, 2e-2),
-    (torch.bfloat16, torch.float32): (1e-3, 1e-2),
+    (torch.bfloat16, torch.float32): (3e-4, 5e-3),
 }
 
 
@@ -60,7 +60,7 @@ def make_case(setting: Setting, dtype: torch.dtype, seed: int = 0) -> Case:
 def linear(setting: Setting) -> Iterator[Check]:
     for (dtype, logits_dtype), tolerances in PRECISIONS.items():
         name = str(dtype).removeprefix("torch.") + (", float32 logits" if logits_dtype else "")
-        arguments = {} if logits_dtype is None else {"logits_dtype": logits_dtype}
+        arguments = {"backend": "triton"} | ({} if logits_dtype is None else {"logits_dtype": logits_dtype})
         common = (setting, dtype, arguments, *tolerances)
         yield Check(f"linear_token_stats {name}", partial(_stats, *common, None))
         yield Check(f"linear_token_stats softcap {name}", partial(_stats, *common, 5.0))
@@ -141,5 +141,5 @@ def _divergence(setting, dtype, arguments, logp_tolerance, gradient_tolerance, k
     upstream = randn(setting, len(case.mask), seed=4, scale=1.0)
     return worst(
         (found.divergence, value.detach(), 2 * logp_tolerance),
-        *case.gradients((upstream * found.divergence).sum(), (upstream * value).sum(), gradient_tolerance),
+        *case.gradients((upstream * found.divergence).sum(), (upstream * value).sum(), 2 * gradient_tolerance),
     )
