@@ -268,7 +268,22 @@ def _over_hidden(setting: Setting, provider, share: float) -> list[Found] | Foun
         f"{rate / 1e12:.3g} TFLOP/s of the policy tokens, {100 * rate / product_rate(setting):.0f} % of the product"
     )
     name = f"{provider.name}, H={inputs.hidden.shape[1]}, {share:.0f} % policy tokens"
-    return [Found("MEASURED", spent.ms, "ms", detail, name), _memory_row(name, spent)]
+    rows = [Found("MEASURED", spent.ms, "ms", detail, name), _memory_row(name, spent)]
+    if provider.name == "crest" and setting.device == "cuda":
+        rows.append(_estimate(inputs, spent, f"estimate_memory, {share:.0f} % policy tokens"))
+    return rows
+
+
+def _estimate(inputs: cases.Inputs, spent: Cost, name: str) -> Found:
+    """estimate_memory is within 15 % of what was measured."""
+    from crest_ops import estimate_memory
+
+    (tokens, hidden), vocabulary = inputs.hidden.shape, inputs.head_weight.shape[0]
+    estimated = estimate_memory(
+        tokens, inputs.mask.float().mean().item(), hidden, vocabulary, dtype=inputs.hidden.dtype
+    )
+    off = abs(estimated / spent.peak - 1)
+    return Found("PASS" if off <= 0.15 else "FAIL", off / 0.15, "of 15 %", f"{estimated / 2**30:.3g} GiB", name)
 
 
 def speed(setting: Setting) -> Iterator[Check]:
