@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from .rows import UNWANTED
+from .rows import LOWEST, UNWANTED
 
 NUM_ROWS = 4
 
@@ -32,13 +32,15 @@ def compare_rows(call, head_weight: Tensor, head_bias: Tensor | None, logp_N: Te
     z_RV = x_RV * call.logit_scale
     if call.softcap:
         z_RV = call.softcap * torch.tanh(z_RV / call.softcap)
+    z_RV = z_RV.masked_fill(x_RV <= LOWEST, -torch.inf)
     z_RV = z_RV / (call.temperature[rows, None] if len(call.temperature) > 1 else call.temperature)
     plain = torch.distributions.Categorical(logits=z_RV, validate_args=False)
     wanted = {"logp": (logp_N, plain.log_prob(call.target_N[rows]))}
     if entropy_N is not None:
         wanted["entropy"] = (entropy_N, plain.entropy())
     # The rounding of a logit of either dtype, and of the products that make it, at this size of logits.
-    allowed_R = 8 * torch.finfo(call.logits_dtype).eps * z_RV.abs().amax(1).clamp(min=1) + 1e-4
+    size_R = torch.where(z_RV > -torch.inf, z_RV, 0).abs().amax(1).clamp(min=1)
+    allowed_R = 8 * torch.finfo(call.logits_dtype).eps * size_R + 1e-4
     for name, (found_N, plain_R) in wanted.items():
         for row, plain_value, allowed in zip(rows.tolist(), plain_R.tolist(), allowed_R.tolist(), strict=True):
             found = float(found_N[row])

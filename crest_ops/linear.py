@@ -16,7 +16,7 @@ from .debug import compare_rows, debugging
 from .heads import check_head_arguments
 from .memory import working
 from .rows import UNWANTED
-from .shards import Shard, combine_shards, reduce_hidden, shard_of
+from .shards import Shard, check_group, combine_shards, reduce_hidden, refuse, shard_of
 from .token_stats import TokenStats, check_outputs, run_stats, write_gradient
 from .vocabulary import as_rows, check_row_arguments
 
@@ -116,18 +116,24 @@ def prepare(
     logits_dtype, max_chunk_bytes, process_group=None,
 ) -> Call:  # fmt: skip
     """Check the arguments that the linear ops share, before any work."""
-    check_head_arguments(hidden, head_weight, head_bias, targets)
-    if not isinstance(max_chunk_bytes, int) or max_chunk_bytes < 1:
-        raise ValueError(f"max_chunk_bytes is {max_chunk_bytes!r}, want an int > 0")
+    if process_group is not None:
+        check_group(process_group)
+    try:
+        check_head_arguments(hidden, head_weight, head_bias, targets)
+        if not isinstance(max_chunk_bytes, int) or max_chunk_bytes < 1:
+            raise ValueError(f"max_chunk_bytes is {max_chunk_bytes!r}, want an int > 0")
+        compute_dtype = operand_dtype(hidden, head_weight)
+        logits_dtype = check_logits_dtype(logits_dtype, compute_dtype)
+        backend = resolve_backend(backend, hidden.device, logits_dtype)
+    except ValueError:
+        refuse(process_group, hidden)
+        raise
     width = head_weight.shape[0]
     shard = None if process_group is None else shard_of(process_group, width, hidden.device)
     total = check_row_arguments(
         targets.shape, shard.total if shard else width, hidden.device, targets, mask, temperature, softcap, logit_scale,
         vocab_size, ignore_index,
     )  # fmt: skip
-    compute_dtype = operand_dtype(hidden, head_weight)
-    logits_dtype = check_logits_dtype(logits_dtype, compute_dtype)
-    backend = resolve_backend(backend, hidden.device, logits_dtype)
     temperature = as_rows(temperature, hidden.new_empty(0, dtype=logits_dtype))
     target_N = torch.ops.crest.wanted_targets(
         targets.reshape(-1), None if mask is None else mask.reshape(-1), temperature, total, ignore_index
@@ -194,6 +200,12 @@ def wanted_rows(wanted_N: Tensor) -> Tensor | None:
     return None if len(rows) == len(wanted_N) else rows
 
 
+def unit_of(coefficient_N: Tensor) -> Tensor:
+    """A power of 2 near the largest coefficient, a scalar: in its multiples gradients stay in the range of float16."""
+    sizes = torch.where(coefficient_N.isfinite(), coefficient_N.abs(), 0)
+    return torch.exp2(torch.cat([sizes, sizes.new_full((1,), 1e-30)]).amax().log2().floor())
+
+
 @torch.library.custom_op("crest::linear_token_stats", mutates_args=())
 def linear_token_stats_op(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: Tensor,
@@ -220,7 +232,9 @@ def linear_token_stats_op(
                 if len(output_R) == len(hidden_RH):
                     output_N[at] = output_R
     if group:
-        *outputs_N, normaliser = combine_shards(target_N, *outputs_N, normaliser, backend, group)
+        *outputs_N, normaliser = combine_shards(
+            target_N, *outputs_N, normaliser, temperature, num_columns, logit_scale, softcap, backend, group
+        )
     return *outputs_N, normaliser
 
 
@@ -239,6 +253,10 @@ def linear_token_stats_grad_op(
     """Gradients by hidden, weight and bias; empty where not needed."""
     active_N = grad_logp != 0 if grad_entropy is None else (grad_logp != 0) | (grad_entropy != 0)
     rows = wanted_rows(active_N & (target_N != UNWANTED))
+    unit = None
+    if torch.float16 in (hidden_NH.dtype, logits_dtype):
+        unit = unit_of(grad_logp if grad_entropy is None else torch.cat([grad_logp, grad_entropy]))
+        grad_logp, grad_entropy = grad_logp / unit, None if grad_entropy is None else grad_entropy / unit
     target_M, temperature_M, entropy_M, normaliser_M, grad_logp_M, grad_entropy_M = (
         pick(values, rows) for values in (target_N, temperature, entropy_N, normaliser, grad_logp, grad_entropy)
     )
@@ -256,6 +274,10 @@ def linear_token_stats_grad_op(
             )  # fmt: skip
             head.add_gradients(here, hidden_RH, z_RV)
         found = head.gradients()
+    if unit is not None:
+        for gradient in found:
+            if gradient is not None:
+                torch.mul(gradient, unit.view(1), out=gradient)
     if group and needs[0] and reduce_hidden_grad:
         found = (reduce_hidden(found[0], group), *found[1:])
     return tuple(hidden_NH.new_empty(0) if gradient is None else gradient for gradient in found)

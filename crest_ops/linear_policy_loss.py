@@ -4,6 +4,7 @@ Shape letters: N tokens, H hidden size, V vocabulary, R rows of a chunk, M wante
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from .chunks import ChunkedHead, move_rows_forward
 from .debug import compare_rows, debugging
-from .linear import MAX_CHUNK_BYTES, fake_gradients, part, pick, prepare, token_stats_of, wanted_rows
+from .linear import MAX_CHUNK_BYTES, fake_gradients, part, pick, prepare, token_stats_of, unit_of, wanted_rows
 from .memory import working
 from .policy_loss import (
     PolicyLoss,
@@ -93,6 +94,7 @@ def linear_policy_loss(
     if surrogate.level != "token" and spans is None:
         raise ValueError(f"{type(surrogate).__name__} at level {surrogate.level!r} needs spans: pass spans=Spans(...)")
     live_N = live_positions(targets, mask, ignore_index, spans)
+    call = replace(call, target_N=torch.where(live_N, call.target_N, UNWANTED))
     given = {
         name: finite_where(name, value.reshape(-1), live_N) for name, value in per_token.items() if value is not None
     }
@@ -109,7 +111,7 @@ def linear_policy_loss(
         ]
         logp_N, entropy_N, unit, *gradients = torch.ops.crest.linear_policy_loss(
             call.hidden_NH.detach(), head_weight.detach(), None if head_bias is None else head_bias.detach(),
-            torch.where(live_N, call.target_N, UNWANTED), call.temperature, *per_row, *kind_and_numbers,
+            call.target_N, call.temperature, *per_row, *kind_and_numbers,
             float(kl_coef), float(entropy_coef), *call.scalars, needs,
         )  # fmt: skip
         if debugging():
@@ -178,15 +180,14 @@ def linear_policy_loss_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(logp, entropy) [N], `unit` (a scalar), and in its multiples the loss's gradients by hidden, weight and bias.
 
-    unit is 1; for float16 logits, whose gradient would underflow, it is a power of 2 near the largest coefficient.
+    unit is 1; where float16 would lose the gradients of small coefficients, a power of 2 near the largest of them.
     """
     rows = wanted_rows(target_N != UNWANTED)
     logp_N, entropy_N = (temperature.new_zeros(len(target_N)) for _ in range(2))
     unit = temperature.new_ones(())
-    if logits_dtype == torch.float16:
+    if torch.float16 in (hidden_NH.dtype, logits_dtype):
         size_N = credit.abs() if importance_weight is None else (credit * importance_weight).abs()
-        largest = (token_weight.abs() * (size_N + abs(kl_coef) + abs(entropy_coef))).amax().clamp(min=1e-30)
-        unit = torch.exp2(largest.log2().floor())
+        unit = unit_of(token_weight * (size_N + abs(kl_coef) + abs(entropy_coef)))
     token_weight = token_weight / unit
     target_M, temperature_M, *per_row = (
         pick(values, rows)
