@@ -5,6 +5,7 @@ from .crest_policy_loss import crest_policy_loss
 from .divergence import TokenDivergence, token_divergence
 from .heads import Head, check_head, head_of
 from .linear import linear_token_stats
+from .linear_divergence import linear_token_divergence
 from .linear_policy_loss import linear_policy_loss
 from .memory import estimate_memory
 from .methods import METHODS
@@ -43,6 +44,7 @@ __all__ = [
     "head_of",
     "leave_one_out_advantage",
     "linear_policy_loss",
+    "linear_token_divergence",
     "linear_token_stats",
     "policy_loss",
     "sequence_mean",

@@ -256,28 +256,24 @@ def test_adding_constants_to_both_rows_changes_nothing(backend, kind, constants)
 
 
 @both
-@kinds
-@pytest.mark.parametrize("vocabulary", [3, 5200])
-def test_rows_are_bitwise_independent(backend, kind, vocabulary):
-    x, teacher = pair_of(9, vocabulary, dtype=torch.bfloat16, teacher_dtype=torch.float32)
-    y, weights = targets_of(9, high=vocabulary), weights_of(9)
+@pytest.mark.parametrize("kind", ["reverse_kl", "jsd"])
+def test_rows_are_bitwise_independent(backend, kind):
+    x, teacher = pair_of(6, 5200, dtype=torch.bfloat16, teacher_dtype=torch.float32)
+    y, weights = targets_of(6, high=5200), weights_of(6)
     whole = token_divergence(x, teacher, y, kind=kind, backend=backend)
     gradient = gradient_of(x, teacher, y, weights, kind=kind, backend=backend)
-    x[8], teacher[7] = math.nan, math.nan
-    x[6], teacher[5] = -math.inf, -math.inf
-    for rows in ([0], [4, 8], [2, 5, 6, 7]):
+    x[3], teacher[4] = math.nan, math.nan
+    x[5], teacher[2] = -math.inf, -math.inf
+    for rows in ([0], [5, 4, 1, 3, 2]):
         part = token_divergence(x[rows], teacher[rows], y[rows], kind=kind, backend=backend)
-        some = gradient_of(
-            x[rows], teacher[rows], y[rows], [w[rows] for w in weights], kind=kind, backend=backend
-        )  # fmt: skip
+        some = gradient_of(x[rows], teacher[rows], y[rows], [w[rows] for w in weights], kind=kind, backend=backend)
         for i, row in enumerate(rows):
-            if row < 5:
+            if row < 2:
                 assert torch.equal(some[i], gradient[row])
                 for name in OUTPUTS:
                     assert torch.equal(getattr(part, name)[i], getattr(whole, name)[row]), name
-            elif row in (7, 8):
-                assert part.divergence[i].isnan()
-                assert part.logp[i].isnan() == (row == 8) and part.teacher_logp[i].isnan() == (row == 7)
+            assert part.divergence[i].isnan() == (row in (3, 4))
+            assert part.logp[i].isnan() == (row == 3) and part.teacher_logp[i].isnan() == (row == 4)
 
 
 @both
