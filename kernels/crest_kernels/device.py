@@ -230,8 +230,7 @@ def write_gradient(
             at = full + i * BLOCK + columns
             g = gradient_tile(xs[i], scale, log2_norm, slope, const, logit_scale, softcap, ENTROPY, SOFTCAP)
             tl.store(out_ptr + at, to_logits(tl.where(at < num_columns, g, 0.0), DTYPE), mask=at < width)
-        full += GRAD_TILES * BLOCK
-    write_zeros(out_ptr, full, width, BLOCK)  # padded columns
+    write_zeros(out_ptr, tl.cdiv(num_columns, GRAD_TILES * BLOCK) * GRAD_TILES * BLOCK, width, BLOCK)  # padded columns
     tl.debug_barrier()
     g = gradient_tile(x_y, scale, log2_norm, slope, const, logit_scale, softcap, ENTROPY, SOFTCAP)
     one_hot = g_logp * factor

@@ -82,7 +82,7 @@ def policy_loss_kernel(
     ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = LANES * VEC
-    for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0), disable_licm=True):
+    for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0)):
         row_ptr = logits_ptr + tl.cast(row, tl.int64) * stride_row
         y = tl.load(target_ptr + row)
         if y < 0:
