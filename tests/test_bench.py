@@ -240,6 +240,16 @@ def test_figures_are_drawn_from_rows(tmp_path):
     assert draw(load_rows(path)[-1:], out) == []
 
 
+def test_a_figure_is_of_one_machine(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("crest_bench.plot._bars", lambda rows, *_: drawn.extend(rows))
+    old, new = (
+        row(threads=threads, timestamp=f"2026-01-0{threads}T00:00:00+00:00", ratio_to_floor=1.5) for threads in (1, 2)
+    )
+    draw([new, old, row(threads=1, provider="trl", ratio_to_floor=2.0)], tmp_path)
+    assert drawn == [new]
+
+
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 

@@ -48,16 +48,19 @@ def plot(
 
 
 def draw(rows: "Sequence[Row]", folder: Path) -> list[Path]:
-    """Write the figures; returns their paths."""
+    """Write the figures; returns their paths. Of several processors or thread counts, those of the newest row."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         if row.mode == "full" and row.value:
             groups.setdefault((row.device, row.head, row.tokens), []).append(row)
     written = []
     for (device, head, tokens), own in groups.items():
+        newest = max(own, key=lambda row: row.timestamp)
+        machine = (newest.device_name, newest.threads)
+        own = [row for row in own if (row.device_name, row.threads) == machine]
         speed = [row for row in own if row.metric == "seconds" and row.ratio_to_floor and row.objective != "products"]
         memory = [row for row in own if row.metric == "memory_peak"]
-        where = f"{head}, {tokens} tokens\n{own[-1].device_name}, threads: {own[-1].threads}"
+        where = f"{head}, {tokens} tokens\n{newest.device_name}, threads: {newest.threads}"
         for name, found, label, figure in (
             ("speed", speed, "seconds over those of the three matrix products", _ratio),
             ("memory", memory, "peak GiB above the inputs", _gib),
