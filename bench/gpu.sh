@@ -2,7 +2,7 @@
 # Checks and measures every kernel on one GPU in at most 8 minutes: bench/gpu.sh
 # Without a GPU: bench/gpu.sh --dry-run. Results: gpu.csv and gpu.txt in $OUT, or in bench/results.
 # Needs Python with torch and Triton (PYTHON, default python3); nothing is installed and no network is used. Peers are
-# taken from wheels in bench/wheels, where there are any.
+# unpacked from pure-Python wheels in bench/wheels, where there are any.
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
@@ -12,7 +12,7 @@ peers=$(mktemp -d)
 trap 'rm -rf "$peers"' EXIT
 for wheel in "$root"/bench/wheels/*.whl; do
     [ -e "$wheel" ] || continue
-    "$python" -m pip install --quiet --no-index --no-deps --target "$peers" "$wheel" || echo "left out: $(basename "$wheel")"
+    "$python" -m zipfile -e "$wheel" "$peers" || echo "left out: $(basename "$wheel")"
 done
 export PYTHONPATH="$PYTHONPATH:$peers"
 timeout 480 "$python" -m crest_bench.gpu "$@"

@@ -64,6 +64,7 @@ BY_HAND = {
     "divergence_kl_grad": {"logits": (2, 0, 0), "teacher": (2, 0, 0), "gradient": (0, 0, 2)},
     "divergence_jsd_grad": {"logits": (2, 0, 0), "teacher": (2, 0, 0), "gradient": (0, 0, 2)},
     "policy_loss": {"logits": (2, 2, 2)},
+    "policy_loss_entropy": {"logits": (2, 2, 2)},
 }
 
 

@@ -96,6 +96,7 @@ LEAST = MappingProxyType(
 )
 
 
+FUSED = ("fused", "fused_entropy")
 # Logits of either row that each loop of a kernel loads per column, where loops differ.
 LOADS = MappingProxyType({"divergence_jsd": (1, 1, 2)})
 
@@ -171,7 +172,7 @@ def predict(loops: list[Mapping[str, str]], moved: Moved, device: Device) -> Pre
         for name in ("instructions", "exponentials")
     )
     # The fused kernel's launcher keeps one row per multiprocessor in flight, or more where they fit.
-    cached = loops[0]["role"] == "fused" and device.units * VOCABULARY * LOGIT_BYTES <= device.cache
+    cached = loops[0]["role"] in FUSED and device.units * VOCABULARY * LOGIT_BYTES <= device.cache
     memory_bytes = moved.read + moved.written + (0 if cached else moved.read_again)
     needs = {
         "memory": memory_bytes / device.bandwidth,

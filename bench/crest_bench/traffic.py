@@ -213,13 +213,17 @@ def _divergence_backward(jsd_weight: float):
     return make
 
 
-def _fused(wanted):
-    """Rows become their gradient in place, with the entropy term."""
-    logits, ones = _logits(0)[0], torch.ones(NUM_ROWS)
-    return {"logits": logits}, lambda: policy_loss(
-        logits, _targets(wanted), ones[:1], ones, ones, None, None, None, num_columns=VOCABULARY, logit_scale=1.0,
-        softcap=0.0, kl_coef=0.0, entropy_coef=0.01, surrogate=(0, 0.2, 0.28, float("inf")),
-    )  # fmt: skip
+def _fused(entropy_coef: float):
+    """Rows become their gradient in place."""
+
+    def make(wanted):
+        logits, ones = _logits(0)[0], torch.ones(NUM_ROWS)
+        return {"logits": logits}, lambda: policy_loss(
+            logits, _targets(wanted), ones[:1], ones, ones, None, None, None, num_columns=VOCABULARY, logit_scale=1.0,
+            softcap=0.0, kl_coef=0.0, entropy_coef=entropy_coef, surrogate=(0, 0.2, 0.28, float("inf")),
+        )  # fmt: skip
+
+    return make
 
 
 CASES = [
@@ -231,5 +235,6 @@ CASES = [
     Case("divergence_jsd", "pair", _divergence(0.5)),
     Case("divergence_kl_grad", "grad_pair", _divergence_backward(0.0)),
     Case("divergence_jsd_grad", "grad_pair", _divergence_backward(0.5)),
-    Case("policy_loss", "fused", _fused),
+    Case("policy_loss", "fused", _fused(0.0)),
+    Case("policy_loss_entropy", "fused_entropy", _fused(0.01)),
 ]
