@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .backend import resolve_backend
-from .divergence_rows import divergence_rows, gradient_rows
+from .divergence_rows import buffers, divergence_rows, gradient_rows
 from .token_stats import wanted_blocks
 from .vocabulary import as_batch, as_rows, check_teacher, check_vocabulary_arguments
 
@@ -139,8 +139,9 @@ def divergence_outputs(
             logits_BTV, teacher_BTV, target_N, temperature, num_columns, logit_scale, softcap, jsd_weight
         )
     outputs = temperature.new_zeros(9, len(target_N))
+    scratch = buffers(temperature.dtype, len(target_N), num_columns, target_N.device)
     for rows, _, x_RV, y_RV, temperature_R1 in _blocks(logits_BTV, teacher_BTV, target_N, temperature, num_columns):
-        found = divergence_rows(x_RV, y_RV, target_N[rows], temperature_R1, softcap, logit_scale, jsd_weight)
+        found = divergence_rows(x_RV, y_RV, target_N[rows], temperature_R1, softcap, logit_scale, jsd_weight, scratch)
         outputs[:, rows] = torch.stack(found)
     return *(output.clone() for output in outputs[:5]), outputs[5:].clone()
 
@@ -167,11 +168,16 @@ def write_divergence_gradient(
     grad_BTV[:, :, num_columns:] = 0
     saved = torch.stack([entropy_N, student_kl_N, divergence_N, *normaliser])
     grads = torch.stack([grad_logp_N, grad_entropy_N, grad_student_kl_N, grad_divergence_N])
+    scratch = buffers(temperature.dtype, len(target_N), num_columns, target_N.device)
     for rows, at, x_RV, y_RV, temperature_R1 in _blocks(logits_BTV, teacher_BTV, target_N, temperature, num_columns):
         found_RV = gradient_rows(
-            x_RV, y_RV, target_N[rows], temperature_R1, softcap, logit_scale, jsd_weight, saved[:, rows], grads[:, rows]
-        )
-        grad_BTV[(*at, slice(num_columns))] = found_RV.to(grad_BTV.dtype)
+            x_RV, y_RV, target_N[rows], temperature_R1, softcap, logit_scale, jsd_weight, saved[:, rows],
+            grads[:, rows], scratch,
+        )  # fmt: skip
+        if isinstance(rows, slice):
+            grad_BTV[0, rows, :num_columns] = found_RV
+        else:
+            grad_BTV[(*at, slice(num_columns))] = found_RV.to(grad_BTV.dtype)
 
 
 def _blocks(logits_BTV, teacher_BTV, target_N, temperature, num_columns):
