@@ -57,9 +57,12 @@ def linear_token_stats(
         `token_stats`.
     logits_dtype: in which the chunk of logits is kept; None is that of the operands, torch.float32 keeps the logits of
         narrow operands unrounded.
-    process_group: the head is split by rows over its ranks, in rank order, of any sizes; hidden states and targets are
-        the same on all, targets and vocab_size count the whole vocabulary. reduce_hidden_grad: the gradient of hidden
-        is summed over the ranks; False leaves this rank's part to a caller that sums it (sequence parallel).
+    process_group: head_weight and head_bias are this rank's rows of the head, split in rank order into any sizes;
+        targets and vocab_size count the whole vocabulary (vocab_size leaves every rank a column). All ranks call with
+        the same other arguments and go backward with the same upstream gradients; each gets the outputs of the whole
+        head, bitwise the same, and the gradients of its own rows. reduce_hidden_grad: every rank gets the whole
+        gradient of hidden, summed over the ranks once, here; False leaves this rank's part to a caller that sums it
+        (sequence parallel). A head that one rank refuses raises ValueError on all.
     max_chunk_bytes: memory for the chunk of logits; at least one row is taken.
 
     Gives [...] float32 (float64 for float64 operands). Raises ValueError naming the argument, as `token_stats` does,

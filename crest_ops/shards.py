@@ -33,7 +33,9 @@ class Shard:
     def local(self, target_N: Tensor, vocab_size: int) -> tuple[Tensor, int]:
         """Targets as columns of this shard, ELSEWHERE for those of others; the number of its columns < vocab_size."""
         if vocab_size <= self.last:
-            raise ValueError(f"vocab_size is {vocab_size}, want > {self.last}, where the columns of the last rank start")
+            raise ValueError(
+                f"vocab_size is {vocab_size}, want > {self.last}, where the columns of the last rank start"
+            )
         columns = min(self.size, vocab_size - self.start)
         here_N = (target_N >= self.start) & (target_N < self.start + columns)
         elsewhere_N = torch.where(target_N == UNWANTED, UNWANTED, ELSEWHERE)
