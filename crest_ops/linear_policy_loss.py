@@ -148,14 +148,17 @@ class _Scaled(torch.autograd.Function):
     def backward(ctx, grad):
         unit, *gradients = ctx.saved_tensors
         found = [
-            _scale(gradient, grad * unit, like[1], keep=i > 0).view(like[0]) if ctx.needs_input_grad[i + 1] else None
+            _scale(gradient, grad * unit, like[1], keep=i > 0) if ctx.needs_input_grad[i + 1] else None
             for i, (gradient, like) in enumerate(zip(gradients, ctx.like, strict=True))
         ]
+        if found[0] is not None:
+            found[0] = found[0].view(ctx.like[0][0])
         return None, *found, *[None] * 4
 
 
 def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype, keep: bool) -> Tensor:
-    """gradient * scale, rounded once. keep: the gradient itself may be handed on (autograd copies what is still used).
+    """gradient * scale, rounded once. keep: the gradient itself may be handed on: autograd copies it where it is still
+    used (a view it would take as it is).
 
     A scale of narrow dtype would be rounded before it is multiplied, hence the three ways.
     """

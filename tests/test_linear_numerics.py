@@ -1,4 +1,4 @@
-"""The linear ops in narrow dtypes: rounding beside plain torch, mixed dtypes, autocast, gradients that float16 loses."""
+"""The linear ops in narrow dtypes: rounding beside plain torch, mixed dtypes, autocast, and the range of float16."""
 
 import pytest
 import reference
