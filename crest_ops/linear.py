@@ -256,13 +256,13 @@ def linear_token_stats_grad_op(
     """Gradients by hidden, weight and bias; empty where not needed."""
     active_N = grad_logp != 0 if grad_entropy is None else (grad_logp != 0) | (grad_entropy != 0)
     rows = wanted_rows(active_N & (target_N != UNWANTED))
-    unit = None
-    if torch.float16 in (hidden_NH.dtype, logits_dtype):
-        unit = unit_of(grad_logp if grad_entropy is None else torch.cat([grad_logp, grad_entropy]))
-        grad_logp, grad_entropy = grad_logp / unit, None if grad_entropy is None else grad_entropy / unit
     target_M, temperature_M, entropy_M, normaliser_M, grad_logp_M, grad_entropy_M = (
         pick(values, rows) for values in (target_N, temperature, entropy_N, normaliser, grad_logp, grad_entropy)
     )
+    unit = None
+    if torch.float16 in (hidden_NH.dtype, logits_dtype):
+        unit = unit_of(grad_logp_M if grad_entropy is None else torch.cat([grad_logp_M, grad_entropy_M]))
+        grad_logp_M, grad_entropy_M = grad_logp_M / unit, None if grad_entropy is None else grad_entropy_M / unit
     with working(hidden_NH, weight_VH, max_chunk_bytes, logits_dtype, rows):
         head = ChunkedHead(
             hidden_NH, weight_VH, bias_V, rows, num_columns, compute_dtype, logits_dtype, max_chunk_bytes

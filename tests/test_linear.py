@@ -108,6 +108,8 @@ def test_leading_shapes():
     assert found.logp.shape == found.entropy.shape == found.lse.shape == (3, 4)
     assert torch.equal(found.logp.flatten(), flat.logp) and torch.equal(gradients[0].view(12, H), wanted[0])
     assert torch.equal(gradients[1], wanted[1])
+    narrow = linear_token_stats(hidden, weight, y.int(), head_bias=bias)
+    assert torch.equal(narrow.logp, flat.logp)
     one = linear_token_stats(hidden[0], weight, y[0], head_bias=bias)
     assert one.logp.shape == () and one.logp.item() == pytest.approx(flat.logp[0].item(), abs=1e-5)
 

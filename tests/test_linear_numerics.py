@@ -6,10 +6,16 @@ import torch
 from cases import both, logits_of
 from linear_cases import ROW, H, N, V, assert_close, exact_stats, head_case, leaf
 
-from crest_ops import linear_policy_loss, linear_token_stats
+from crest_ops import chunks, linear_policy_loss, linear_token_stats
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "small_tiles")
 TWO = torch.tensor([1.0, -0.5] * 128)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Products that go through a buffer take the vocabulary in several pieces."""
+    monkeypatch.setattr(chunks, "VOCABULARY_TILE", 32)
 
 
 def relative(found, exact):
@@ -151,6 +157,18 @@ def test_float16_keeps_gradients_of_small_coefficients(backend, loss, weight_dty
     for ours, wanted in zip(gradients, exact, strict=True):
         allowed = 2**-9 * wanted.abs().max() + (2**-25 if ours.dtype == torch.float16 else 0)
         assert (ours.double() - wanted).abs().max() <= allowed
+
+
+def test_float16_with_garbage_from_above_at_masked_rows():
+    hidden, weight, _, y = head_case(dtype=torch.float16)
+    mask, factor = torch.arange(N) > 2, torch.ones(N)
+    factor[:3] = torch.tensor([1e30, float("nan"), float("inf")])
+    leaves = [leaf(hidden), leaf(weight)]
+    gradients = torch.autograd.grad((factor * linear_token_stats(*leaves, y, mask=mask).logp).sum(), leaves)
+    exact = exact_stats(hidden, weight, torch.zeros(V), y, mask.float(), torch.zeros(N))[2:4]
+    assert (gradients[0][:3] == 0).all()
+    for ours, wanted in zip(gradients, exact, strict=True):
+        assert relative(ours, wanted) < 2e-3
 
 
 @each_way

@@ -38,7 +38,7 @@ class TestChunks:
     def test_chunk_rows(self, num_rows, budget_rows, wanted):
         assert chunk_rows(num_rows, V, torch.float32, max(1, budget_rows * ROW)) == wanted
 
-    @pytest.mark.parametrize("rows", [0, 1, 5, 300])
+    @pytest.mark.parametrize("rows", [0, 1, 5, 700])
     @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
     def test_rows_to_keep_come_forward(self, rows, share):
         x = logits_of(rows, 3)
