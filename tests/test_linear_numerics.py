@@ -71,11 +71,11 @@ def test_weight_gradient_over_many_chunks(backend):
     hidden, weight, _, y = head_case(rows, V, H, torch.bfloat16)
     exact = exact_stats(hidden, weight, torch.zeros(V), y, -TWO[:rows], torch.zeros(rows))[3]
     errors = {}
-    for chunks in (1, rows):
+    for num_chunks in (1, rows):
         for loss in (one_shot_loss_of, stats_loss_of):
             head = leaf(weight)
-            loss(hidden, head, y, TWO[:rows], backend=backend, max_chunk_bytes=rows // chunks * ROW // 2).backward()
-            errors[chunks, loss] = relative(head.grad, exact)
+            loss(hidden, head, y, TWO[:rows], backend=backend, max_chunk_bytes=rows // num_chunks * ROW // 2).backward()
+            errors[num_chunks, loss] = relative(head.grad, exact)
     assert max(errors.values()) < 1e-2
     assert all(errors[rows, loss] < 1.5 * errors[1, loss] for loss in (one_shot_loss_of, stats_loss_of))
 
