@@ -1,4 +1,4 @@
-"""The numerics contract of token_divergence on both backends (what a side excludes: test_divergence_support.py)."""
+"""What token_divergence computes, on both backends (what a side excludes: test_divergence_support.py)."""
 
 import math
 
@@ -7,56 +7,12 @@ import pytest
 import reference
 import torch
 from cases import BACKENDS, both, logits_of, targets_of
+from divergence_cases import KINDS, OUTPUTS, exact_gradient_of, exact_of, gradient_of, kinds, pair_of, weights_of
 from hypothesis import given, settings
 
-from crest_ops import token_divergence, token_stats
+from crest_ops import token_divergence
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-KINDS = ["reverse_kl", "forward_kl", "jsd"]
-kinds = pytest.mark.parametrize("kind", KINDS)
-OUTPUTS = ("logp", "entropy", "teacher_logp", "gap", "divergence")
-
-
-def exact_of(x, teacher, y, kind, jsd_weight=0.5, **transform):
-    """(logp, entropy, teacher_logp, gap, divergence) in float64, by torch.distributions where it has them."""
-    width = transform.pop("vocab_size", None) or x.shape[-1]
-    p, q = (
-        torch.distributions.Categorical(logits=reference.scaled(z, vocab_size=width, **transform)) for z in (x, teacher)
-    )
-    log_p, log_q = p.logits, q.logits
-    if kind == "jsd":
-        log_m = torch.logaddexp(log_p + math.log(1 - jsd_weight), log_q + math.log(jsd_weight))
-        to_p, to_q = ((r.exp() * (r - log_m)).sum(-1) for r in (log_p, log_q))
-        divergence = (1 - jsd_weight) * to_p + jsd_weight * to_q
-    else:
-        divergence = torch.distributions.kl_divergence(*((p, q) if kind == "reverse_kl" else (q, p)))
-    logp, teacher_logp = p.log_prob(y.clamp(min=0)), q.log_prob(y.clamp(min=0)).detach()
-    return logp, p.entropy(), teacher_logp, teacher_logp - logp, divergence
-
-
-def gradient_of(x, teacher, y, weights, **arguments):
-    """Gradient of weights . (logp, entropy, gap, divergence) by the student's logits."""
-    leaf = x.detach().clone().requires_grad_()
-    found = token_divergence(leaf, teacher, y, **arguments)
-    outputs = found.logp, found.entropy, found.gap, found.divergence
-    return torch.autograd.grad(sum((w * o).sum() for w, o in zip(weights, outputs, strict=True)), leaf)[0]
-
-
-def exact_gradient_of(x, teacher, y, weights, kind, **arguments):
-    leaf = x.detach().double().requires_grad_()
-    logp, entropy, _, gap, divergence = exact_of(leaf, teacher, y, kind, **arguments)
-    outputs = logp, entropy, gap, divergence
-    return torch.autograd.grad(sum((w * o).sum() for w, o in zip(weights, outputs, strict=True)), leaf)[0]
-
-
-def weights_of(*shape):
-    return [logits_of(*shape, seed=20 + i, scale=1.0) for i in range(4)]
-
-
-def pair_of(*shape, dtype=torch.float32, teacher_dtype=None, wider=0):
-    return logits_of(*shape, dtype=dtype), logits_of(
-        *shape[:-1], shape[-1] + wider, dtype=teacher_dtype or dtype, seed=3
-    )
 
 
 # values and gradients
@@ -188,20 +144,16 @@ def test_no_worse_than_plain_torch_in_the_same_dtype(backend, kind, dtype, toler
 
 @both
 @kinds
-@pytest.mark.parametrize("teacher_dtype", [torch.bfloat16, torch.float32])
-def test_student_equal_to_teacher_has_no_divergence_and_no_gradient(backend, kind, teacher_dtype):
+@pytest.mark.parametrize(("teacher_dtype", "softcap"), [(torch.bfloat16, None), (torch.float32, 5.0)])
+def test_student_equal_to_teacher_has_no_divergence_and_no_gradient(backend, kind, teacher_dtype, softcap):
     x, y = logits_of(2, 5300, dtype=torch.bfloat16), targets_of(2, high=5300)
     x[1, ::2] = -math.inf
     y[1] = 7
-    for softcap in (None, 5.0):
-        teacher = x.to(teacher_dtype)
-        found = token_divergence(x, teacher, y, kind=kind, softcap=softcap, jsd_weight=0.3, backend=backend)
-        assert (found.divergence == 0).all() and (found.gap == 0).all()
-        only = [torch.zeros(2)] * 3 + [torch.full((2,), 1e3)]
-        gradient = gradient_of(
-            x, teacher, y, only, kind=kind, softcap=softcap, jsd_weight=0.3, backend=backend
-        )  # fmt: skip
-        assert (gradient == 0).all()
+    teacher, arguments = x.to(teacher_dtype), dict(kind=kind, softcap=softcap, jsd_weight=0.3, backend=backend)
+    found = token_divergence(x, teacher, y, **arguments)
+    assert (found.divergence == 0).all() and (found.gap == 0).all()
+    only = [torch.zeros(2)] * 3 + [torch.full((2,), 1e3)]
+    assert (gradient_of(x, teacher, y, only, **arguments) == 0).all()
 
 
 @both
@@ -252,177 +204,6 @@ def test_adding_constants_to_both_rows_changes_nothing(backend, kind, constants)
     assert (gradient - gradient_of(*shifted, y, weights, kind=kind, backend=backend)).abs().max() < 2e-5
 
 
-# rows, layout, masks
-
-
-@both
-@pytest.mark.parametrize("kind", ["reverse_kl", "jsd"])
-def test_rows_are_bitwise_independent(backend, kind):
-    x, teacher = pair_of(6, 5200, dtype=torch.bfloat16, teacher_dtype=torch.float32)
-    y, weights = targets_of(6, high=5200), weights_of(6)
-    whole = token_divergence(x, teacher, y, kind=kind, backend=backend)
-    gradient = gradient_of(x, teacher, y, weights, kind=kind, backend=backend)
-    x[3], teacher[4] = math.nan, math.nan
-    x[5], teacher[2] = -math.inf, -math.inf
-    for rows in ([0], [5, 4, 1, 3, 2]):
-        part = token_divergence(x[rows], teacher[rows], y[rows], kind=kind, backend=backend)
-        some = gradient_of(x[rows], teacher[rows], y[rows], [w[rows] for w in weights], kind=kind, backend=backend)
-        for i, row in enumerate(rows):
-            if row < 2:
-                assert torch.equal(some[i], gradient[row])
-                for name in OUTPUTS:
-                    assert torch.equal(getattr(part, name)[i], getattr(whole, name)[row]), name
-            assert part.divergence[i].isnan() == (row in (3, 4))
-            assert part.logp[i].isnan() == (row == 3) and part.teacher_logp[i].isnan() == (row == 4)
-
-
-@both
-def test_any_strides(backend):
-    base, other = pair_of(2, 3, 40)
-    y, weights = targets_of(2, 3, high=32), weights_of(2, 3)
-    views = {
-        "transposed": lambda z: z.transpose(0, 1).contiguous().transpose(0, 1),
-        "shifted, and columns of a wider buffer": lambda z: torch.cat([z, z[:, :1]], 1).repeat(1, 1, 2)[:, :3, :40],
-        "last dimension not contiguous": lambda z: z.transpose(1, 2).contiguous().transpose(1, 2),
-        "four dimensions": lambda z: z.view(2, 1, 3, 40),
-        "rows": lambda z: z.reshape(6, 40),
-    }
-    whole = token_divergence(base, other, y, backend=backend)
-    gradient = gradient_of(base, other, y, weights, backend=backend)
-    for name, view in views.items():
-        x = view(base)
-        shape = x.shape[:-1]
-        teacher = other.view(x.shape) if name == "transposed" else view(other)
-        found = token_divergence(x, teacher, y.view(shape), backend=backend)
-        assert torch.equal(found.divergence.view(2, 3), whole.divergence), name
-        part = gradient_of(x, teacher, y.view(shape), [w.view(shape) for w in weights], backend=backend)
-        assert torch.equal(part.reshape(2, 3, 40), gradient), name
-
-
-@both
-@kinds
-def test_masked_rows_are_exactly_zero_and_not_looked_at(backend, kind):
-    x, teacher = pair_of(5, 30)
-    y, weights = targets_of(5, high=30), weights_of(5)
-    mask = torch.tensor([True, False, True, True, False])
-    y[3] = -100
-    clean = token_divergence(x, teacher, y, mask=mask, kind=kind, backend=backend)
-    dead = [1, 3, 4]
-    x[dead], teacher[dead] = math.nan, math.nan
-    y[1], y[4] = -1, 1000  # out of range where masked
-    found = token_divergence(x, teacher, y, mask=mask, kind=kind, backend=backend)
-    for name in OUTPUTS:
-        assert torch.equal(getattr(found, name), getattr(clean, name))
-        assert (getattr(found, name)[dead] == 0).all()
-    gradient = gradient_of(x, teacher, y, weights, mask=mask, kind=kind, backend=backend)
-    assert (gradient[dead] == 0).all() and torch.isfinite(gradient).all() and (gradient[[0, 2]] != 0).all()
-
-
-@both
-@kinds
-def test_empty_and_fully_masked(backend, kind):
-    none = torch.zeros(0, dtype=torch.int64)
-    assert token_divergence(torch.zeros(0, 7), torch.zeros(0, 9), none, kind=kind, backend=backend).gap.shape == (0,)
-    x = torch.full((3, 7), math.nan, requires_grad=True)
-    found = token_divergence(x, x.detach(), torch.full((3,), -100), kind=kind, backend=backend)
-    (found.logp + found.entropy + found.divergence).sum().backward()
-    assert (x.grad == 0).all() and (found.divergence == 0).all()
-
-
-# the autograd contract
-
-
-@both
-@kinds
-def test_the_graph_can_be_kept_and_nothing_is_written(backend, kind):
-    x, teacher = pair_of(4, 50)
-    x, teacher = x.requires_grad_(), teacher.requires_grad_()
-    y, before = targets_of(4, high=50), (x.detach().clone(), teacher.detach().clone())
-    found = token_divergence(x, teacher, y, kind=kind, backend=backend)
-    total = (found.divergence * logits_of(4, seed=6) + found.gap).sum()
-    first = torch.autograd.grad(total, (x, teacher), retain_graph=True, allow_unused=True)
-    second = torch.autograd.grad(total, (x, teacher), allow_unused=True)
-    assert torch.equal(first[0], second[0]) and first[1] is None and second[1] is None
-    assert torch.equal(x, before[0]) and torch.equal(teacher, before[1])
-    assert not found.teacher_logp.requires_grad
-
-
-@both
-@kinds
-def test_double_backward_raises(backend, kind):
-    x, teacher = pair_of(4, 50)
-    found = token_divergence(x.requires_grad_(), teacher, targets_of(4, high=50), kind=kind, backend=backend)
-    (gradient,) = torch.autograd.grad(found.divergence.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError):
-        gradient.square().sum().backward()
-
-
-@both
-def test_any_upstream_gradient_of_both_kls_at_once(backend):
-    x, teacher = pair_of(6, 80)
-    y = targets_of(6, high=80)
-    weights = logits_of(6, seed=7), logits_of(6, seed=8)
-    leaf = x.clone().requires_grad_()
-    found = token_divergence(leaf, teacher, y, backend=backend)
-    outputs = [found.reverse_kl, found.forward_kl]
-    (gradient,) = torch.autograd.grad(outputs, leaf, weights, retain_graph=True)
-    exact = sum(
-        exact_gradient_of(x, teacher, y, [torch.zeros(6)] * 3 + [weight], kind)
-        for weight, kind in zip(weights, ("reverse_kl", "forward_kl"), strict=True)
-    )
-    assert (gradient - exact).abs().max() < 4e-5
-    for scale in (0.0, -1.0, 1e3):
-        (scaled,) = torch.autograd.grad(outputs, leaf, [scale * w for w in weights], retain_graph=True)
-        assert torch.allclose(scaled, scale * gradient, rtol=1e-5, atol=1e-5 * abs(scale))
-    (expanded,) = torch.autograd.grad(found.divergence, leaf, torch.ones(()).expand(6), retain_graph=True)  # stride 0
-    ones = exact_gradient_of(x, teacher, y, [torch.zeros(6)] * 3 + [torch.ones(6)], "reverse_kl")
-    assert (expanded - ones).abs().max() < 4e-5
-    (logp_alone,) = torch.autograd.grad(found.logp.sum(), leaf)
-    assert (logp_alone - reference.gradient(x, y, torch.ones(6), torch.zeros(6))).abs().max() < 1e-5
-
-
-@both
-def test_log_prob_and_entropy_are_those_of_token_stats(backend):
-    x, teacher = pair_of(6, 900)
-    y = targets_of(6, high=900)
-    stats, found = token_stats(x, y, backend=backend), token_divergence(x, teacher, y, backend=backend)
-    assert torch.allclose(found.logp, stats.logp, atol=2e-6) and torch.allclose(found.entropy, stats.entropy, atol=2e-6)
-    assert not found.logp.requires_grad
-
-
-# errors
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (dict(teacher_logits=torch.zeros(3, 4)), r"teacher_logits is \[3, 4\]"),
-        (dict(teacher_logits=torch.zeros(2, 5)), "teacher_logits"),
-        (dict(teacher_logits=torch.zeros(3, 5, dtype=torch.int64)), "teacher_logits"),
-        (dict(teacher_logits=torch.zeros(3, 5, device="meta")), "teacher_logits"),
-        (dict(teacher_logits=None), "teacher_logits"),
-        (dict(logits=[[0.0]]), "logits"),
-        (dict(targets=torch.tensor([0, 5, 1])), r"targets\[1\] is 5"),
-        (dict(mask=torch.ones(3)), "mask"),
-        (dict(temperature=0.0), "temperature"),
-        (dict(softcap=-1.0), "softcap"),
-        (dict(vocab_size=6), "vocab_size"),
-        (dict(kind="kl"), "kind is 'kl', want one of 'reverse_kl', 'forward_kl', 'jsd'"),
-        (dict(kind="jsd", jsd_weight=0.0), "jsd_weight is 0.0.*forward_kl"),
-        (dict(kind="jsd", jsd_weight=1), "jsd_weight is 1.*reverse_kl"),
-        (dict(kind="jsd", jsd_weight=math.nan), "jsd_weight"),
-        (dict(backend="cuda"), "backend"),
-        (dict(teacher_logits=torch.zeros(3, 5, dtype=torch.float64), backend="triton"), "backend"),
-    ],
-)
-def test_bad_input_is_named(change, name):
-    arguments = dict(
-        logits=torch.zeros(3, 5), teacher_logits=torch.zeros(3, 5), targets=torch.zeros(3, dtype=torch.int64)
-    )
-    with pytest.raises(ValueError, match=name):
-        token_divergence(**arguments | change)
-
-
 # shapes and combinations
 
 
@@ -452,44 +233,3 @@ def test_random_shapes(rows, vocabulary, padding, teacher_padding, dtypes, kind,
     gradient = gradient_of(x, teacher, y, weights, mask=mask, backend=backend, **arguments)
     exact = exact_gradient_of(x, teacher, y, weights, **arguments)
     assert torch.allclose(gradient.double(), exact, rtol=torch.finfo(x.dtype).eps, atol=4e-5)
-
-
-# torch.library
-
-
-@both
-@pytest.mark.parametrize("jsd_weight", [0.0, 0.5])
-def test_opcheck(backend, jsd_weight):
-    x, teacher = pair_of(1, 4, 20, wider=3)
-    y, scalars = torch.tensor([1, -1, 3, 19]), (20, 1.0, 0.0, jsd_weight)
-    arguments = teacher, y, torch.ones(1)
-    torch.library.opcheck(torch.ops.crest.token_divergence, (x.requires_grad_(), *arguments, *scalars, backend))
-    with torch.no_grad():
-        _, entropy, _, *saved = torch.ops.crest.token_divergence(x, *arguments, *scalars, backend)
-        grads = torch.ones(4, 4).unbind()
-        torch.library.opcheck(
-            torch.ops.crest.token_divergence_grad, (x.detach(), *arguments, entropy, *saved, *grads, *scalars, backend)
-        )
-
-
-@kinds
-def test_compiles_once_for_many_lengths(kind):
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    def loss(logits, teacher, targets, weight):
-        found = token_divergence(logits, teacher, targets, kind=kind, temperature=0.8)
-        return (weight * found.divergence).sum() - 0.1 * (found.entropy + found.gap).mean()
-
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=backend)
-    for rows in (3, 5, 8, 13):
-        x, teacher = pair_of(rows, 12, wider=2)
-        arguments = x.requires_grad_(), teacher, targets_of(rows, high=12), logits_of(rows, seed=2)
-        (found,) = torch.autograd.grad(compiled(*arguments), x)
-        (eager,) = torch.autograd.grad(loss(*arguments), x)
-        assert torch.allclose(found, eager, atol=1e-6)
-    assert len(graphs) == 1

@@ -55,8 +55,7 @@ def test_whole_leading_blocks_excluded_by_both(backend):
 
 
 @both
-@pytest.mark.parametrize("at", [3, 6000])
-@pytest.mark.parametrize("low", [0.0, -200.0])
+@pytest.mark.parametrize(("at", "low"), [(3, -200.0), (6000, 0.0)])
 def test_a_column_that_one_side_excludes(backend, at, low):
     """Infinite for the KL that charges it, whatever little mass it has there; the other KL and the JSD stay finite."""
     x, teacher = logits_of(3, 6100), logits_of(3, 6100, seed=3)

@@ -25,7 +25,7 @@ from .token_stats import LENGTHS, row_strides, store_stats, store_unwanted, tile
 
 PAIR_TILES = tl.constexpr(5)  # loads in flight of each row: as many as leave 4 rows on a multiprocessor
 VISIT_TILES = tl.constexpr(2)  # the same, where both rows are normalised already
-FAR = tl.constexpr(1e25)  # between the differences of logits of the support, summed, and the size of OUT
+FAR = tl.constexpr(1e20)  # between the differences of logits of the support, summed, and the size of OUT
 
 
 @triton.jit
