@@ -241,12 +241,13 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, grad_logp, grad_entropy, _, grad_student_kl, grad_divergence, *__):
-    like = ctx.saved_tensors[4]
+    saved = ctx.saved_tensors  # once: under a checkpoint they are there once
+    like = saved[4]
     grads = (
         torch.zeros_like(like) if grad is None else grad.contiguous()
         for grad in (grad_logp, grad_entropy, grad_student_kl, grad_divergence)
     )  # fmt: skip
-    grad = torch.ops.crest.token_divergence_grad(*ctx.saved_tensors, *grads, *ctx.scalars, ctx.backend)
+    grad = torch.ops.crest.token_divergence_grad(*saved, *grads, *ctx.scalars, ctx.backend)
     return grad, *[None] * 8
 
 

@@ -313,12 +313,13 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, grad_logp, grad_entropy, *_):
-    hidden_NH, weight_VH, bias_V, _, _, entropy_N, _ = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: under a checkpoint they are there once
+    hidden_NH, weight_VH, bias_V, _, _, entropy_N, _ = saved
     needs = [ctx.needs_input_grad[i] for i in range(3)]
     grad_logp = torch.zeros_like(entropy_N) if grad_logp is None else grad_logp.contiguous()
     grad_entropy = grad_entropy.contiguous() if ctx.entropy and grad_entropy is not None else None
     found = torch.ops.crest.linear_token_stats_grad(
-        *ctx.saved_tensors, grad_logp, grad_entropy, *ctx.scalars, needs, *ctx.shard
+        *saved, grad_logp, grad_entropy, *ctx.scalars, needs, *ctx.shard
     )
     given = (hidden_NH, weight_VH, bias_V)
     grads = (g.to(t.dtype) if need else None for g, t, need in zip(found, given, needs, strict=True))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .backend import checks_values
 
-MAX_TEMPERATURE = 1e20  # hotter, what is out of the support would come back into it
+MAX_TEMPERATURE = 1e16  # hotter, what is out of the support would come back into it
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

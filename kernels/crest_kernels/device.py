@@ -7,8 +7,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Stands for a logit that is out of the support. Finite, so that m - m and 0 * x stay defined; far below any real logit.
-OUT = tl.constexpr(-1e30)
+# Stands for a logit that is out of the support. Finite, so that m - m and 0 * x stay defined; far below any real logit
+# at the highest temperature, and so near that at a low one its product with the slope of a scaled loss stays finite.
+OUT = tl.constexpr(-1e25)
 LOWEST = tl.constexpr(-1.2e9)  # no logit of the support is lower; below, a rounded max could be 2^128 off
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 ELSEWHERE = tl.constexpr(-2)  # as a target: the row is wanted, its target is a column of another shard
