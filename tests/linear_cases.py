@@ -35,7 +35,8 @@ def exact_stats(hidden, weight, bias, targets, grad_logp, grad_entropy, **transf
 def assert_close(found, exact, tolerance=1e-5):
     """Within the tolerance, relative to the largest element of what is exact (to 1 where that is smaller)."""
     assert found.shape == exact.shape
-    error = (found.double() - exact.double()).abs().max() if exact.numel() else 0.0
+    found, exact = found.detach().double(), exact.detach().double()
+    error = (found - exact).abs().max() if exact.numel() else 0.0
     assert error <= tolerance * max(1.0, float(exact.abs().max()) if exact.numel() else 0.0)
 
 

@@ -122,6 +122,18 @@ def test_autocast(backend, loss):
         assert ours.dtype == torch.float32 and relative(ours, wanted) < 1e-2
 
 
+@each_way
+def test_backward_inside_autocast(loss):
+    """What was computed in float32 is differentiated in float32."""
+    hidden, weight, _, y = head_case()
+    leaves = [leaf(hidden), leaf(weight)]
+    found = loss(*leaves, y, TWO[:N])
+    outside = torch.autograd.grad(found, leaves, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.autograd.grad(found, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
+
+
 @both
 @each_way
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -159,27 +171,35 @@ def test_float16_keeps_gradients_of_small_coefficients(backend, loss, weight_dty
         assert (ours.double() - wanted).abs().max() <= allowed
 
 
-def test_float16_with_garbage_from_above_at_masked_rows():
+def test_float16_with_garbage_from_above():
     hidden, weight, _, y = head_case(dtype=torch.float16)
     mask, factor = torch.arange(N) > 2, torch.ones(N)
     factor[:3] = torch.tensor([1e30, float("nan"), float("inf")])
     leaves = [leaf(hidden), leaf(weight)]
-    gradients = torch.autograd.grad((factor * linear_token_stats(*leaves, y, mask=mask).logp).sum(), leaves)
+    logp = linear_token_stats(*leaves, y, mask=mask).logp
+    gradients = torch.autograd.grad((factor * logp).sum(), leaves, retain_graph=True)
     exact = exact_stats(hidden, weight, torch.zeros(V), y, mask.float(), torch.zeros(N))[2:4]
     assert (gradients[0][:3] == 0).all()
     for ours, wanted in zip(gradients, exact, strict=True):
         assert relative(ours, wanted) < 2e-3
+    factor[6] = float("nan")  # a wanted row: NaN there, and nowhere else
+    again = torch.autograd.grad((factor * logp).sum(), leaves[0])[0]
+    assert again[6].isnan().all() and torch.equal(again[:6], gradients[0][:6])
 
 
+@both
 @each_way
-def test_float16_with_large_coefficients(loss):
-    """Coefficients beyond float16's range, small again in the loss: nothing overflows on the way."""
-    hidden, weight, _, y = head_case(dtype=torch.float16)
+@pytest.mark.parametrize("coefficient", [1e-9, 1e6])
+def test_float16_logits_of_float32_parameters(backend, loss, coefficient):
+    """Under autocast, coefficients that float16 has no place for: the gradients are as exact as at coefficient 1."""
+    hidden, weight, _, y = head_case()
     leaves = [leaf(hidden), leaf(weight)]
-    gradients = torch.autograd.grad(1e-6 * loss(*leaves, y, TWO[:N] * 1e6), leaves)
-    exact = exact_stats(hidden, weight, torch.zeros(V), y, -TWO[:N], torch.zeros(N))[2:4]
+    with torch.autocast("cpu", dtype=torch.float16):
+        found = loss(*leaves, y, coefficient * TWO[:N], backend=backend, max_chunk_bytes=3 * ROW // 2)
+    gradients = torch.autograd.grad(found, leaves)
+    exact = exact_stats(hidden.half(), weight.half(), torch.zeros(V), y, -coefficient * TWO[:N], torch.zeros(N))[2:4]
     for ours, wanted in zip(gradients, exact, strict=True):
-        assert relative(ours, wanted) < 2e-3
+        assert ours.dtype == torch.float32 and relative(ours, wanted) < 2e-3
 
 
 @each_way

@@ -113,14 +113,15 @@ def test_surrogates_in_the_kernel(surrogate):
 
 
 @both
-@pytest.mark.parametrize("surrogate", [PPOClip(), GSPO(0.02, 0.03)])
-def test_every_transform(backend, surrogate):
-    """Both ways, with a per-token temperature, softcap, scale, padding and an ignored target."""
+@pytest.mark.parametrize(("surrogate", "entropy_coef"), [(PPOClip(), 0.02), (PPOClip(), 0.0), (GSPO(0.02, 0.03), 0.02)])
+def test_every_transform(backend, surrogate, entropy_coef):
+    """Both ways, with a per-token temperature, softcap, scale, padding, an ignored target and a credit of 0."""
     case, given = batch()
+    given["credit"][3] = 0.0
     case[3][:] %= V - 11
     case[3][9] = -7
     arguments = dict(
-        surrogate=surrogate, spans=SPANS, entropy_coef=0.02, softcap=2.0, logit_scale=0.7, vocab_size=V - 11,
+        surrogate=surrogate, spans=SPANS, entropy_coef=entropy_coef, softcap=2.0, logit_scale=0.7, vocab_size=V - 11,
         temperature=torch.linspace(0.5, 2.0, N), ignore_index=-7,
     )  # fmt: skip
     given["mask"] &= SPANS.mask
