@@ -1,10 +1,11 @@
-"""The linear ops in narrow dtypes: rounding beside plain torch, mixed dtypes, autocast, and the range of float16."""
+"""The linear ops in narrow dtypes: rounding beside plain torch, mixed dtypes, autocast, float16; in checkpoints."""
 
 import pytest
 import reference
 import torch
 from cases import both, logits_of
 from linear_cases import ROW, H, N, V, assert_close, exact_stats, head_case, leaf
+from torch.utils.checkpoint import checkpoint
 
 from crest_ops import chunks, linear_policy_loss, linear_token_stats
 
@@ -221,6 +222,18 @@ def test_large_logits(backend):
     found = linear_token_stats(hidden, weight, y, backend=backend)
     assert (found.logp - plain.logp).abs().max() < 4e-3 and (found.entropy - plain.entropy).abs().max() < 4e-3
     assert (found.logp <= 0).all()
+
+
+@each_way
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inside_an_activation_checkpoint(loss, use_reentrant):
+    hidden, weight, _, y = head_case()
+    results = []
+    for call in (loss, lambda *case: checkpoint(loss, *case, use_reentrant=use_reentrant)):
+        leaves = [leaf(hidden), leaf(weight)]
+        call(*leaves, y, TWO[:N]).backward()
+        results.append([tensor.grad for tensor in leaves])
+    assert all(torch.equal(ours, plain) for ours, plain in zip(*results, strict=True))
 
 
 def test_rows_of_a_chunk_do_not_depend_on_each_other():

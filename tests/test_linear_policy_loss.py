@@ -331,3 +331,15 @@ def test_leading_shapes():
     found, again = run((hidden.view(3, 4, H), weight, bias, y.view(3, 4)), shaped)
     assert torch.equal(found.loss, flat.loss) and found.logp.shape == found.clipped.shape == (3, 4)
     assert torch.equal(again[0].view(N, H), gradients[0]) and torch.equal(again[1], gradients[1])
+
+
+@both
+def test_per_token_arguments_of_stride_0(backend):
+    case, _ = batch()
+    numbers = dict(credit=-0.7, token_weight=0.5, old_logp=-4.0, ref_logp=-4.5, importance_weight=1.5, temperature=2.0)
+    runs = [
+        run(case, {name: make(value) for name, value in numbers.items()}, kl_coef=0.1, backend=backend)
+        for make in (lambda value: torch.tensor(value).expand(N), lambda value: torch.full((N,), value))
+    ]
+    (one, gradients), (two, again) = runs
+    assert torch.equal(one.loss, two.loss) and all(torch.equal(a, g) for a, g in zip(again, gradients, strict=True))
