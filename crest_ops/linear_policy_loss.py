@@ -249,10 +249,11 @@ def visit_torch(
     grad_logp_R, grad_entropy_R = token_weight * found.slope, -entropy_coef * token_weight
     active_R = (logp_R != -torch.inf) & ((grad_logp_R != 0) | (grad_entropy_R != 0))
     order = move_rows_forward(z_RV, active_R)
-    z_1AV = z_RV[None, : len(order)]
-    write_gradient(
-        z_1AV, z_1AV, "torch", target_R[order], temperature if len(temperature) == 1 else temperature[order],
-        entropy_R[order], normaliser[:, order], grad_logp_R[order], grad_entropy_R[order] if entropy_coef else None,
-        *columns,
-    )  # fmt: skip
+    if len(order):
+        z_1AV = z_RV[None, : len(order)]
+        write_gradient(
+            z_1AV, z_1AV, "torch", target_R[order], temperature if len(temperature) == 1 else temperature[order],
+            entropy_R[order], normaliser[:, order], grad_logp_R[order],
+            grad_entropy_R[order] if entropy_coef else None, *columns,
+        )  # fmt: skip
     return logp_R, entropy_R, order
