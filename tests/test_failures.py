@@ -200,18 +200,19 @@ def test_b14_in_place_past_two_to_the_31(op, backend, far_apart):
 @every_op
 @both
 def test_b16_b17_strides_of_every_argument_are_honoured(op, backend):
-    """Logits transposed and columns of a wider buffer; targets and coefficients cut; a mask that is contiguous."""
+    """Logits transposed and columns of a wider buffer; targets and credit cut; mask and temperature transposed."""
     x, y, mask = logits_of(2, 2, 33), targets_of(2, 2, high=33), torch.tensor([[True, True], [False, True]])
     credit, weight = coefficients((2, 2))
     temperature = torch.linspace(0.5, 2, 4).view(2, 2)
     wanted = run(op, x, y, credit=credit, weight=weight, mask=mask, temperature=temperature, backend=backend)
     gradient = wanted.gradient()
+    assert (wanted.logp[~mask] == 0).all() and (gradient[~mask] == 0).all() and (wanted.logp[mask] < 0).all()
     cut_y, cut_credit, cut_weight = (torch.cat([t * 0, t], 1)[:, 2:] for t in (y, credit, weight))
     buffer = torch.full((3, 4, 40), 9.0)
     buffer[:2, 1:3, :33] = x
     for view in (x.transpose(0, 1).contiguous().transpose(0, 1), buffer[:2, 1:3, :33]):
         found = run(
-            op, view, cut_y, credit=cut_credit, weight=cut_weight, mask=mask,
+            op, view, cut_y, credit=cut_credit, weight=cut_weight, mask=mask.t().contiguous().t(),
             temperature=temperature.t().contiguous().t(), backend=backend,
         )  # fmt: skip
         assert torch.equal(found.logp, wanted.logp) and torch.equal(found.entropy, wanted.entropy)
