@@ -2,11 +2,11 @@
 
 Where a failure has its test elsewhere too, that stands in the table:
 
-    A numerics                                   elsewhere (and here, where the column on the left says so)
+    A numerics                                   elsewhere (beside the one here, where the column says so)
  1  here  leading columns all -inf               test_token_stats_support, test_divergence_support, test_policy_kernel
  2  here  -inf column: 0 * log 0, both ways      test_token_stats_support, test_divergence_support, test_linear
  4  here  log-prob above 0 for odd V             test_token_stats (to 262144), test_policy_kernel, test_linear
- 5  here  a softcap revives padded columns       test_token_stats
+ 5  here  a softcap revives padded columns       test_token_stats, test_token_stats_support
  6        JSD of rows peaked apart               test_divergence: jsd_is_at_most_..., test_divergence_support
  9  here  k3 overflows                           test_policy_loss: extreme_log_probs, test_policy_kernel: slope_of_k3
 10  here  0 * inf from a row that is masked      test_policy_loss, test_linear_policy_loss: masked_positions_...
@@ -14,20 +14,20 @@ Where a failure has its test elsewhere too, that stands in the table:
 12  here  results in the dtype of the logits     the same
     B indexing
 14  here  offsets past 2^31                      test_token_stats, test_policy_kernel; on a device: bench/gpu.sh
-15  here  the same with large strides of a batch the same
-16  here  strided logits                         test_token_stats, test_divergence, test_linear: any_strides
-17  here  strided targets, masks, coefficients   -
-19  here  targets out of range                   bad_input_is_named of every op
+15  here  the same between batch entries         the same
+16  here  strided logits                         test_token_stats, test_divergence_contract, test_linear: any_strides
+17  here  strided targets, masks, coefficients   test_linear: any_strides
+19  here  targets out of range                   bad_input_is_named of the ops over logits
 20  here  more rows than a grid dimension holds  test_token_stats
 21  here  2-D and 3-D logits                     test_policy_loss: any_leading_shape, test_linear: leading_shapes
     C autograd
 22        the entropy's gradient                 gradcheck of every op, test_policy_loss: loss_and_gradient
-23        one upstream gradient for all tokens   test_token_stats: any_upstream_gradient, test_linear: values_and_...
+23        one upstream gradient for all tokens   any_upstream_gradient of every op, test_linear: values_and_gradients
 24  here  upstream scale ignored                 graph_contract in test_linear, test_linear_policy_loss
 25  here  logits destroyed for the next loss     test_policy_loss: loss_and_gradient
-26  here  inputs written and restored            -
+26  here  inputs written and restored            test_token_stats, test_divergence_contract: nothing_is_written
 27  here  in-place work breaks the version check -
-29  here  scale, cap, temperature not once each  every_factor_of_the_chain_once of every op but this one's
+29  here  scale, cap, temperature not once each  every_factor_of_the_chain_once, test_linear: values_and_gradients
 30        a frozen head builds its gradient      test_linear, test_linear_policy_loss: no_more_gradients_than_...
 31        the head's gradient adds up in bf16    test_linear_numerics: weight_gradient_over_many_chunks
 33  here  log-prob above 0 for certain rows      test_token_stats: stay_in_their_bounds
