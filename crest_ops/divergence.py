@@ -140,8 +140,8 @@ def divergence_outputs(
         )
     outputs = temperature.new_zeros(9, len(target_N))
     scratch = buffers(temperature.dtype, len(target_N), num_columns, target_N.device)
-    for rows, _, x_RV, y_RV, temperature_R1 in _blocks(logits_BTV, teacher_BTV, target_N, temperature, num_columns):
-        found = divergence_rows(x_RV, y_RV, target_N[rows], temperature_R1, softcap, logit_scale, jsd_weight, scratch)
+    for rows, _, x_RV, y_RV, temperature_R in _blocks(logits_BTV, teacher_BTV, target_N, temperature, num_columns):
+        found = divergence_rows(x_RV, y_RV, target_N[rows], temperature_R, softcap, logit_scale, jsd_weight, scratch)
         outputs[:, rows] = torch.stack(found)
     return *(output.clone() for output in outputs[:5]), outputs[5:].clone()
 
@@ -169,9 +169,9 @@ def write_divergence_gradient(
     saved = torch.stack([entropy_N, student_kl_N, divergence_N, *normaliser])
     grads = torch.stack([grad_logp_N, grad_entropy_N, grad_student_kl_N, grad_divergence_N])
     scratch = buffers(temperature.dtype, len(target_N), num_columns, target_N.device)
-    for rows, at, x_RV, y_RV, temperature_R1 in _blocks(logits_BTV, teacher_BTV, target_N, temperature, num_columns):
+    for rows, at, x_RV, y_RV, temperature_R in _blocks(logits_BTV, teacher_BTV, target_N, temperature, num_columns):
         found_RV = gradient_rows(
-            x_RV, y_RV, target_N[rows], temperature_R1, softcap, logit_scale, jsd_weight, saved[:, rows],
+            x_RV, y_RV, target_N[rows], temperature_R, softcap, logit_scale, jsd_weight, saved[:, rows],
             grads[:, rows], scratch,
         )  # fmt: skip
         if isinstance(rows, slice):
@@ -187,8 +187,8 @@ def _blocks(logits_BTV, teacher_BTV, target_N, temperature, num_columns):
     length = logits_BTV.shape[1]
     for rows in wanted_blocks(target_N, num_columns, len(logits_BTV) == 1):
         at = (0, rows) if isinstance(rows, slice) else (rows // length, rows % length)
-        temperature_R1 = temperature[rows, None] if len(temperature) > 1 else temperature
-        yield rows, at, logits_BTV[at][:, :num_columns], teacher_BTV[at][:, :num_columns], temperature_R1
+        temperature_R = temperature[rows] if len(temperature) > 1 else temperature
+        yield rows, at, logits_BTV[at][:, :num_columns], teacher_BTV[at][:, :num_columns], temperature_R
 
 
 # --- the ops ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .rows import LOWEST, SMALLEST, scratch_of, shift_rows
+from .rows import LOWEST, SMALLEST, scale_of, scratch_of, shift_rows
 
 FAR = 1e6  # in size, log p - log q of a column that one of the two excludes is larger
 
@@ -36,7 +36,8 @@ class _Side(NamedTuple):
 
 
 def _side(x_RV, target_R, temperature, softcap: float, logit_scale: float, t_RV: Tensor, exp_RV: Tensor) -> _Side:
-    max_R1, _, _ = shift_rows(x_RV, temperature, softcap, logit_scale, None, t_RV)
+    scale = scale_of(temperature, softcap, logit_scale)
+    max_R1, _ = shift_rows(x_RV, None, scale, softcap, logit_scale, t_RV)
     sum_R = torch.exp(t_RV.clamp_(min=SMALLEST), out=exp_RV).sum(1)
     log_sum_R = torch.where(sum_R == 0, 0, sum_R.log())
     t_target_R, x_target_R = (a_RV.gather(1, target_R[:, None])[:, 0] for a_RV in (t_RV, x_RV))
@@ -122,8 +123,9 @@ def gradient_rows(
     entropy_R, student_kl_R, divergence_R, max_R, log_sum_R, teacher_max_R, teacher_log_sum_R = saved
     grad_logp_R, grad_entropy_R, grad_student_R, grad_divergence_R = grads
     log_p_RV, log_q_RV, grad_RV, delta_RV, excess_RV, _ = (buffer[: len(x_RV)] for buffer in scratch)
-    _, scale, derivative_RV = shift_rows(x_RV, temperature, softcap, logit_scale, max_R[:, None], log_p_RV)
-    shift_rows(y_RV, temperature, softcap, logit_scale, teacher_max_R[:, None], log_q_RV)
+    scale = scale_of(temperature, softcap, logit_scale)
+    _, derivative_RV = shift_rows(x_RV, max_R[:, None], scale, softcap, logit_scale, log_p_RV)
+    shift_rows(y_RV, teacher_max_R[:, None], scale, softcap, logit_scale, log_q_RV)
     log_p_RV.clamp_(min=SMALLEST).sub_(log_sum_R[:, None])
     log_q_RV.clamp_(min=SMALLEST).sub_(teacher_log_sum_R[:, None])
     if jsd_weight:

@@ -318,9 +318,7 @@ def _backward(ctx, grad_logp, grad_entropy, *_):
     needs = [ctx.needs_input_grad[i] for i in range(3)]
     grad_logp = torch.zeros_like(entropy_N) if grad_logp is None else grad_logp.contiguous()
     grad_entropy = grad_entropy.contiguous() if ctx.entropy and grad_entropy is not None else None
-    found = torch.ops.crest.linear_token_stats_grad(
-        *saved, grad_logp, grad_entropy, *ctx.scalars, needs, *ctx.shard
-    )
+    found = torch.ops.crest.linear_token_stats_grad(*saved, grad_logp, grad_entropy, *ctx.scalars, needs, *ctx.shard)
     given = (hidden_NH, weight_VH, bias_V)
     grads = (g.to(t.dtype) if need else None for g, t, need in zip(found, given, needs, strict=True))
     return *grads, *[None] * 13

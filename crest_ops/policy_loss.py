@@ -93,10 +93,11 @@ def policy_loss(
     }
     check_loss_arguments(logits, targets, per_token, spans)
     check_coefficients(kl_coef, entropy_coef, ref_logp, surrogate)
+    live_N = live_positions(targets, mask, ignore_index, spans)
     logp, entropy, _, _ = stats_tensors(
         logits,
         targets,
-        mask,
+        live_N.view(targets.shape),
         temperature,
         softcap,
         logit_scale,
@@ -107,7 +108,6 @@ def policy_loss(
         inplace,
         backend,
     )
-    live_N = live_positions(targets, mask, ignore_index, spans)
     logp_N, entropy_N = logp.reshape(-1), entropy.reshape(-1)
     new_N = logp_N.detach()
     given = {
@@ -181,6 +181,7 @@ def live_positions(targets: Tensor, mask: Tensor | None, ignore_index: int, span
     """[N] bool: positions that take part in the loss."""
     live_N = (targets != ignore_index).reshape(-1)
     if mask is not None:
+        check_per_token("mask", mask, targets.shape, (torch.bool,), targets.device)
         live_N = live_N & mask.reshape(-1)
     return live_N if spans is None else live_N & spans.mask
 

@@ -116,15 +116,12 @@ def stats_tensors(
 
 
 def wanted_blocks(target_N: Tensor, num_columns: int, one_batch: bool):
-    """The wanted rows, a block at a time: as slices, which copy nothing, where one batch entry is wanted whole."""
-    size = block_rows(num_columns)
+    """The wanted rows, a block at a time; all as one slice, which copies nothing, where one batch entry is whole."""
     rows = (target_N != UNWANTED).nonzero()[:, 0]
     if one_batch and len(rows) == len(target_N) > 1:
-        # the last block takes a lone row along
-        starts = [*range(0, max(1, len(rows) - 1), size), len(rows)]
-        yield from (slice(start, end) for start, end in zip(starts, starts[1:], strict=False))
+        yield slice(0, len(rows))
         return
-    for block in rows.split(size):
+    for block in rows.split(block_rows(num_columns)):
         yield block if len(block) > 1 else block.repeat(2)
 
 
@@ -133,8 +130,8 @@ def stats_torch(logits_BTV, target_N, temperature, num_columns, logit_scale, sof
     scratch = scratch_of(temperature.dtype, len(target_N), num_columns, logits_BTV.device)
     for rows in wanted_blocks(target_N, num_columns, len(logits_BTV) == 1):
         x_RV = _rows_of(logits_BTV, rows)[:, :num_columns]
-        temperature_R1 = temperature[rows, None] if len(temperature) > 1 else temperature
-        found = stats_rows(x_RV, target_N[rows], temperature_R1, softcap, logit_scale, entropy, sum_sq, scratch)
+        temperature_R = temperature[rows] if len(temperature) > 1 else temperature
+        found = stats_rows(x_RV, target_N[rows], temperature_R, softcap, logit_scale, entropy, sum_sq, scratch)
         for output_N, output_R in zip(outputs_N, found, strict=True):
             output_N[rows] = output_R
     logp, entropy_N, lse, sum_sq_N, max_N, log_sum_N = outputs_N
@@ -152,11 +149,11 @@ def grad_torch(
     scratch = scratch_of(temperature.dtype, len(target_N), num_columns, logits_BTV.device)
     for rows in wanted_blocks(target_N, num_columns, len(logits_BTV) == 1):
         x_RV = _rows_of(logits_BTV, rows)[:, :num_columns]
-        temperature_R1 = temperature[rows, None] if len(temperature) > 1 else temperature
         whole = isinstance(rows, slice)
         grad_rows(
-            grad_BTV[0, rows, :num_columns] if whole else x_RV, x_RV, target_N[rows], temperature_R1, softcap,
-            logit_scale, entropy_N[rows], normaliser[0, rows], normaliser[1, rows], grad_logp[rows],
+            grad_BTV[0, :, :num_columns] if whole else x_RV, x_RV, target_N[rows],
+            temperature[rows] if len(temperature) > 1 else temperature, softcap, logit_scale, entropy_N[rows],
+            normaliser[0, rows], normaliser[1, rows], grad_logp[rows],
             None if grad_entropy is None else grad_entropy[rows], scratch,
         )  # fmt: skip
         if not whole:

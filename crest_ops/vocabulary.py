@@ -96,7 +96,7 @@ def as_rows(temperature: float | Tensor, logits: Tensor) -> Tensor:
     """[N] per-token temperatures, or [1] for a number, in the dtype of the arithmetic."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     if isinstance(temperature, Tensor):
-        return temperature.detach().reshape(-1).to(dtype)
+        return temperature.detach().reshape(-1).to(dtype).contiguous()
     return torch.full((1,), temperature, dtype=dtype, device=logits.device)
 
 

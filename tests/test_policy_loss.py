@@ -336,3 +336,13 @@ def test_with_reductions_of_spans():
     weight = token_mean(spans).view(2, 4)
     found = policy_loss(x, y, torch.ones(2, 4), token_weight=weight, spans=spans)
     assert found.loss.item() == pytest.approx(-1.0)
+
+
+@both
+def test_tokens_outside_the_spans_are_masked(backend):
+    x, y, given = batch()
+    given.pop("mask")
+    spans = Spans.from_mask(torch.arange(N)[None] < 6, group=torch.tensor([0]))
+    x[6:], y[6:] = math.nan, 10**6
+    found = policy_loss(x, y, **given, spans=spans, backend=backend)
+    assert torch.isfinite(found.loss) and (found.logp[6:] == 0).all() and (found.entropy[6:] == 0).all()
