@@ -15,7 +15,7 @@ from .chunks import ChunkedHead, gradient_dtype
 from .debug import compare_rows, debugging
 from .heads import check_head_arguments
 from .memory import working
-from .rows import UNWANTED
+from .rows import BINARY, UNWANTED
 from .shards import Shard, check_group, combine_shards, reduce_hidden, refuse, shard_of
 from .token_stats import TokenStats, check_outputs, run_stats, write_gradient
 from .vocabulary import as_rows, check_row_arguments
@@ -227,7 +227,7 @@ def linear_token_stats_op(
         for here, hidden_RH in head.chunks():
             *found, normaliser_R = run_stats(
                 head.logits(hidden_RH)[None], target_M[here], part(temperature_M, here), num_columns, logit_scale,
-                softcap, entropy, sum_sq, backend,
+                softcap, entropy, sum_sq, backend, BINARY,
             )  # fmt: skip
             at = here if rows is None else rows[here]
             normaliser[:, at] = normaliser_R
@@ -273,7 +273,7 @@ def linear_token_stats_grad_op(
             write_gradient(
                 z_RV[None], z_RV[None], backend, target_M[here], part(temperature_M, here), entropy_M[here],
                 part(normaliser_M, here), grad_logp_M[here], part(grad_entropy_M, here), num_columns, logit_scale,
-                softcap,
+                softcap, power=BINARY,
             )  # fmt: skip
             head.add_gradients(here, hidden_RH, z_RV)
         found = head.gradients()

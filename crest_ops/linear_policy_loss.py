@@ -23,7 +23,7 @@ from .policy_loss import (
     token_losses,
     with_gradient,
 )
-from .rows import UNWANTED
+from .rows import BINARY, UNWANTED
 from .spans import Spans
 from .surrogates import PPOClip, Surrogate, as_numbers, from_numbers
 from .token_stats import run_stats, write_gradient
@@ -213,7 +213,7 @@ def linear_policy_loss_op(
                 head.add_gradients(place_R, hidden_RH[order], z_RV[: len(order)])
             else:
                 logp_R, entropy_R, *_ = run_stats(
-                    z_RV[None], *arguments[:2], num_columns, logit_scale, softcap, True, False, backend
+                    z_RV[None], *arguments[:2], num_columns, logit_scale, softcap, True, False, backend, BINARY
                 )
             at = here if rows is None else rows[here]
             logp_N[at], entropy_N[at] = logp_R, entropy_R
@@ -241,7 +241,9 @@ def visit_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(logp, entropy, which row lies where) of a chunk; the rows that have a gradient lie in front and hold it."""
     columns = (num_columns, logit_scale, softcap)
-    logp_R, entropy_R, _, _, normaliser = run_stats(z_RV[None], target_R, temperature, *columns, True, False, "torch")
+    logp_R, entropy_R, _, _, normaliser = run_stats(
+        z_RV[None], target_R, temperature, *columns, True, False, "torch", BINARY
+    )
     given = {"credit": credit, "old_logp": old_logp, "ref_logp": ref_logp, "importance_weight": importance_weight}
     given = {name: value for name, value in given.items() if value is not None}
     live_R = torch.ones_like(target_R, dtype=torch.bool)
@@ -254,6 +256,6 @@ def visit_torch(
         write_gradient(
             z_1AV, z_1AV, "torch", target_R[order], temperature if len(temperature) == 1 else temperature[order],
             entropy_R[order], normaliser[:, order], grad_logp_R[order],
-            grad_entropy_R[order] if entropy_coef else None, *columns,
+            grad_entropy_R[order] if entropy_coef else None, *columns, power=BINARY,
         )  # fmt: skip
     return logp_R, entropy_R, order

@@ -1,11 +1,12 @@
 """The plain-torch definition of a visit: statistics of rows of vocabulary logits, and their gradient.
 
 Rows are handled a few at a time, so that what a visit works on stays in cache, in two buffers that are made once
-(`scratch`). exp and not the faster exp2, whose result in torch depends on an element's place. Shape letters: R rows, V
-vocabulary.
+(`scratch`). Shape letters: R rows of a call, V vocabulary.
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,17 @@ SMALLEST = -1e10  # stands for the scaled logit, from the row's max, of what is 
 UNWANTED = -1  # the target of a row that is not wanted
 ELSEWHERE = -2  # the target of a wanted row that lies in another shard of the vocabulary
 BLOCK_ELEMENTS = 1 << 18  # of one buffer and thread: 1 MB in float32
+
+
+class Power(NamedTuple):
+    """of(t) = exp(unit * t)."""
+
+    of: Callable[..., Tensor]
+    unit: float
+
+
+NATURAL = Power(torch.exp, 1.0)  # a row's result depends on the row alone
+BINARY = Power(torch.exp2, math.log(2))  # three times as fast; in torch an element's place decides how it is rounded
 
 
 def block_rows(num_columns: int) -> int:
@@ -70,7 +82,7 @@ def scale_of(temperature: Tensor, softcap: float, logit_scale: float) -> Tensor:
 
 def stats_rows(
     x_RV: Tensor, target_R: Tensor, temperature: Tensor, softcap: float, logit_scale: float, entropy: bool,
-    sum_sq: bool, scratch: Tensor,
+    sum_sq: bool, power: Power, scratch: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(logp, entropy, lse, sum_sq_probs, max, log_sum) of wanted rows, [R] each. temperature [1] or [R].
 
@@ -81,15 +93,15 @@ def stats_rows(
     max_R, sum_R, weighted_R, squares_R = scratch.new_zeros(4, num_rows)
     for block in blocks(num_rows, num_columns):
         t_RV, e_RV = scratch[:, : block.stop - block.start]
-        max_R1, _ = shift_rows(x_RV[block], None, cut(scale, block), softcap, logit_scale, t_RV)
+        max_R1, _ = shift_rows(x_RV[block], None, cut(scale / power.unit, block), softcap, logit_scale, t_RV)
         max_R[block] = max_R1[:, 0]
-        torch.sum(torch.exp(t_RV, out=e_RV), 1, out=sum_R[block])
+        torch.sum(power.of(t_RV, out=e_RV), 1, out=sum_R[block])
         if sum_sq:
             squares_R[block] = (e_RV * e_RV).sum(1)
         if entropy:
             torch.sum(e_RV.mul_(t_RV), 1, out=weighted_R[block])
             if weighted_R[block].isnan().any():  # 0 * -inf: out of the support
-                torch.exp(t_RV.clamp_(min=SMALLEST), out=e_RV)
+                power.of(t_RV.clamp_(min=SMALLEST), out=e_RV)
                 torch.sum(e_RV.mul_(t_RV), 1, out=weighted_R[block])
     x_R1 = x_RV.gather(1, target_R.clamp(min=0)[:, None])
     t_R1 = scratch.new_empty(num_rows, 1)
@@ -99,7 +111,9 @@ def stats_rows(
     if sum_sq:
         sum_sq_R = torch.where(empty_R, zero, squares_R / (sum_R * sum_R))
     if entropy:
-        entropy_R = torch.where(empty_R, zero, (log_sum_R - weighted_R / sum_R).clamp(0, math.log(num_columns)))
+        entropy_R = torch.where(
+            empty_R, zero, (log_sum_R - power.unit * weighted_R / sum_R).clamp(0, math.log(num_columns))
+        )
     logp_R = torch.where(x_R1[:, 0] <= LOWEST, -math.inf, (t_R1[:, 0] - log_sum_R).clamp(max=0))
     logp_R = torch.where(target_R == ELSEWHERE, zero, logp_R)
     lse_R = torch.where(empty_R, -math.inf, max_R * scale[:, 0] + log_sum_R)
@@ -108,7 +122,8 @@ def stats_rows(
 
 def grad_rows(
     grad_RV: Tensor, x_RV: Tensor, target_R: Tensor, temperature: Tensor, softcap: float, logit_scale: float,
-    entropy_R, max_R, log_sum_R, grad_logp_R, grad_entropy_R: Tensor | None, scratch: Tensor,
+    entropy_R, max_R, log_sum_R, grad_logp_R, grad_entropy_R: Tensor | None, power: Power,
+    scratch: Tensor,
 ) -> None:  # fmt: skip
     """Write d (grad_logp . logp + grad_entropy . entropy) / dx of wanted rows into grad, which may be x.
 
@@ -121,13 +136,15 @@ def grad_rows(
     if grad_entropy_R is not None:
         slope_R1 = (-grad_entropy_R * share_R)[:, None]
         const_R1 = const_R1 + slope_R1 * (entropy_R - log_sum_R)[:, None]
+        slope_R1 = slope_R1 * power.unit
 
     def gradient(x_RV, block: slice, t_RV: Tensor, e_RV: Tensor) -> tuple[Tensor, Tensor | None]:
-        _, derivative_RV = shift_rows(x_RV, max_R[block, None], cut(scale, block), softcap, logit_scale, t_RV)
+        factor = cut(scale / power.unit, block)
+        _, derivative_RV = shift_rows(x_RV, max_R[block, None], factor, softcap, logit_scale, t_RV)
         if grad_entropy_R is None:
-            t_RV.exp_().mul_(const_R1[block])
+            power.of(t_RV, out=t_RV).mul_(const_R1[block])
         else:
-            torch.exp(t_RV.clamp_(min=SMALLEST), out=e_RV)
+            power.of(t_RV.clamp_(min=SMALLEST), out=e_RV)
             t_RV.mul_(slope_R1[block]).add_(const_R1[block]).mul_(e_RV)
         return t_RV if derivative_RV is None else t_RV.mul_(derivative_RV), derivative_RV
 

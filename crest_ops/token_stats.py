@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .backend import resolve_backend
-from .rows import UNWANTED, block_rows, grad_rows, scratch_of, stats_rows
+from .rows import NATURAL, UNWANTED, block_rows, grad_rows, scratch_of, stats_rows
 from .vocabulary import as_batch, as_rows, check_vocabulary_arguments, check_writable_in_place
 
 OUTPUTS = ("logp", "entropy", "sum_sq_probs")
@@ -125,13 +125,13 @@ def wanted_blocks(target_N: Tensor, num_columns: int, one_batch: bool):
         yield block if len(block) > 1 else block.repeat(2)
 
 
-def stats_torch(logits_BTV, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq):
+def stats_torch(logits_BTV, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq, power=NATURAL):
     outputs_N = [temperature.new_zeros(len(target_N)) for _ in range(6)]
     scratch = scratch_of(temperature.dtype, len(target_N), num_columns, logits_BTV.device)
     for rows in wanted_blocks(target_N, num_columns, len(logits_BTV) == 1):
         x_RV = _rows_of(logits_BTV, rows)[:, :num_columns]
         temperature_R = temperature[rows] if len(temperature) > 1 else temperature
-        found = stats_rows(x_RV, target_N[rows], temperature_R, softcap, logit_scale, entropy, sum_sq, scratch)
+        found = stats_rows(x_RV, target_N[rows], temperature_R, softcap, logit_scale, entropy, sum_sq, power, scratch)
         for output_N, output_R in zip(outputs_N, found, strict=True):
             output_N[rows] = output_R
     logp, entropy_N, lse, sum_sq_N, max_N, log_sum_N = outputs_N
@@ -140,7 +140,7 @@ def stats_torch(logits_BTV, target_N, temperature, num_columns, logit_scale, sof
 
 def grad_torch(
     grad_BTV, logits_BTV, target_N, temperature, entropy_N, normaliser, grad_logp, grad_entropy, num_columns,
-    logit_scale, softcap,
+    logit_scale, softcap, power=NATURAL,
 ):  # fmt: skip
     length = max(1, logits_BTV.shape[1])
     unwanted = (target_N == UNWANTED).nonzero()[:, 0]
@@ -154,7 +154,7 @@ def grad_torch(
             grad_BTV[0, :, :num_columns] if whole else x_RV, x_RV, target_N[rows],
             temperature[rows] if len(temperature) > 1 else temperature, softcap, logit_scale, entropy_N[rows],
             normaliser[0, rows], normaliser[1, rows], grad_logp[rows],
-            None if grad_entropy is None else grad_entropy[rows], scratch,
+            None if grad_entropy is None else grad_entropy[rows], power, scratch,
         )  # fmt: skip
         if not whole:
             grad_BTV[rows // length, rows % length, :num_columns] = x_RV
@@ -186,23 +186,25 @@ def _(logits, target_N, temperature, num_columns, logit_scale, softcap, entropy,
     return *per_token, temperature.new_empty(2, target_N.shape[0])
 
 
-def run_stats(logits, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq, backend):
+def run_stats(
+    logits, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq, backend, power=NATURAL
+):
     """(logp, entropy, lse, sum_sq_probs, normaliser) of logits [B, T, V]."""
     if backend == "triton":
         from crest_kernels.token_stats import token_stats as stats_triton
 
         return stats_triton(logits, target_N, temperature, num_columns, logit_scale, softcap, sum_sq)
-    return stats_torch(logits, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq)
+    return stats_torch(logits, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq, power)
 
 
-def write_gradient(grad, logits, backend, *arguments) -> None:
+def write_gradient(grad, logits, backend, *arguments, power=NATURAL) -> None:
     """Write the gradient of logits [B, T, V] into grad, which may be the logits."""
     if backend == "triton":
         from crest_kernels.token_stats import token_stats_grad as grad_triton
 
         grad_triton(grad, logits, *arguments)
     else:
-        grad_torch(grad, logits, *arguments)
+        grad_torch(grad, logits, *arguments, power)
 
 
 @torch.library.custom_op("crest::token_stats_grad", mutates_args=())
