@@ -108,6 +108,7 @@ class ChunkedHead:
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(hidden, weight, bias), None where not asked for; weight and bias in the `gradient_dtype` of theirs."""
+        self.buffer_RV.untyped_storage().resize_(0)  # no room is left for it while the sums are rounded
         weight_VH, bias_V = self.grad_weight_VH, self.grad_bias_V
         if weight_VH is not None:
             weight_VH = weight_VH if self.started else weight_VH.zero_()

@@ -8,6 +8,7 @@ import os
 import torch
 from torch import Tensor
 
+from .chunks import VOCABULARY_TILE
 from .rows import LOWEST, UNWANTED
 
 NUM_ROWS = 4
@@ -22,11 +23,14 @@ def debugging() -> bool:
 def compare_rows(call, head_weight: Tensor, head_bias: Tensor | None, logp_N: Tensor, entropy_N: Tensor | None) -> None:
     """Raise RuntimeError naming the row and the values where log-prob or entropy differ by more than rounding."""
     rows = (call.target_N != UNWANTED).nonzero()[:, 0]
-    rows = rows[torch.randperm(len(rows), device=rows.device)[:NUM_ROWS]]
+    generator = torch.Generator()  # of its own: the run's random numbers stay what they are
+    generator.seed()
+    rows = rows[torch.randperm(len(rows), generator=generator)[:NUM_ROWS].to(rows.device)]
     if not len(rows):
         return
-    weight_VH = head_weight[: call.num_columns].to(call.compute_dtype).double()
-    x_RV = call.hidden_NH[rows].to(call.compute_dtype).double() @ weight_VH.t()
+    hidden_RH = call.hidden_NH[rows].to(call.compute_dtype).double()
+    tiles = head_weight[: call.num_columns].split(VOCABULARY_TILE)
+    x_RV = torch.cat([hidden_RH @ tile.to(call.compute_dtype).double().t() for tile in tiles], 1)
     if head_bias is not None:
         x_RV += head_bias[: call.num_columns].double()
     z_RV = x_RV * call.logit_scale
