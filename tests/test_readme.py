@@ -10,7 +10,7 @@ def test_the_example_runs():
     (example,) = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
     scope = {}
     exec(compile(example, "README.md", "exec"), scope)
-    gradient = scope["logits"].grad
+    gradient = scope["hidden"].grad
     assert gradient[0, 0].abs().sum() > 0 and (gradient[~scope["mask"]] == 0).all()
     assert (gradient[:, 3:] == 0).all()  # the second turn's rewards are equal: nothing to learn
 
