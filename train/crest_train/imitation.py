@@ -8,12 +8,13 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from crest_ops import token_stats
+from crest_ops.heads import logit_options
 from crest_train.chat import Chat
 from crest_train.config import Config
 from crest_train.display import progress
 from crest_train.environments import FIRST_HELD_OUT_SEED, make_environment
 from crest_train.evaluate import sampling_of
-from crest_train.model import logit_options, policy_logits, shared_prompt
+from crest_train.model import policy_logits, shared_prompt
 from crest_train.rollouts import Rollout, demonstrate
 
 

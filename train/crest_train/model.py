@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
+from crest_ops import head_of
+from crest_ops.heads import logit_options
 from crest_train.cache import prompt_cache
 from crest_train.config import PolicySection
 
@@ -94,19 +96,6 @@ def head_logits(model: PreTrainedModel, hidden_RH: torch.Tensor) -> torch.Tensor
     return model.get_output_embeddings()(hidden_RH)
 
 
-def logit_options(model: PreTrainedModel) -> dict[str, float]:
-    """The model's own logit scale and softcap, as keyword arguments of the ops: softcap tanh(scale z / softcap)."""
-    config = model.config.get_text_config()
-    options = {}
-    if getattr(config, "logit_scale", None):
-        options["logit_scale"] = float(config.logit_scale)
-    if getattr(config, "logits_scaling", None):
-        options["logit_scale"] = 1.0 / float(config.logits_scaling)
-    if getattr(config, "final_logit_softcapping", None):
-        options["softcap"] = float(config.final_logit_softcapping)
-    return options
-
-
 def shaped_logits(logits: torch.Tensor, *, logit_scale: float = 1.0, softcap: float | None = None) -> torch.Tensor:
     """Float32 logits as the model defines them, from the head's raw ones."""
     logits = logits.float() * logit_scale
@@ -115,7 +104,10 @@ def shaped_logits(logits: torch.Tensor, *, logit_scale: float = 1.0, softcap: fl
 
 @torch.no_grad()
 def check_policy(model: PreTrainedModel) -> None:
-    """Raise ValueError unless the head on the hidden states gives the model's own logits, alone and behind a prompt."""
+    """Raise ValueError unless the head on the hidden states gives the model's own logits, alone and behind a prompt,
+    and has a weight that the loss can be taken from.
+    """
+    head_of(model)
     ids_BT = torch.arange(1, 5, device=model.device).remainder(model.config.get_text_config().vocab_size)[None]
     wanted = model(input_ids=ids_BT).logits.float()
     with shared_prompt(model, ids_BT[0, :2].tolist()) as cache:
@@ -136,9 +128,16 @@ def context_length(model: PreTrainedModel) -> int:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
+def policy_hidden(
+    model: PreTrainedModel, ids_BT: torch.Tensor, policy_BT: torch.Tensor, cache: Cache | None = None
+) -> torch.Tensor:
+    """Hidden states [R,H] behind the R positions where policy_BT is True, row by row; position 0 is never one."""
+    hidden_BTH = hidden_states(model, ids_BT, cache)
+    return hidden_BTH[:, :-1][policy_BT[:, 1:]]
+
+
 def policy_logits(
     model: PreTrainedModel, ids_BT: torch.Tensor, policy_BT: torch.Tensor, cache: Cache | None = None
 ) -> torch.Tensor:
     """Raw logits [R,V] that predict the R positions where policy_BT is True, row by row; position 0 is never one."""
-    hidden_BTH = hidden_states(model, ids_BT, cache)
-    return head_logits(model, hidden_BTH[:, :-1][policy_BT[:, 1:]])
+    return head_logits(model, policy_hidden(model, ids_BT, policy_BT, cache))

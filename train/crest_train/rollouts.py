@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from crest_ops.heads import logit_options
 from crest_train.cache import GrowingCache
 from crest_train.chat import Chat
 from crest_train.environments.protocol import Environment
 from crest_train.environments.protocol_checks import checked_gold, checked_opening, checked_step
-from crest_train.model import context_length, head_logits, hidden_states, logit_options, shaped_logits
+from crest_train.model import context_length, head_logits, hidden_states, shaped_logits
 
 
 @dataclass

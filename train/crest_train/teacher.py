@@ -6,8 +6,8 @@ B = sessions, T = token positions, R = policy-written positions.
 import torch
 from transformers import PreTrainedModel
 
-from crest_ops import token_stats
-from crest_train.model import head_logits, hidden_states, logit_options, shared_prompt
+from crest_ops import head_of, linear_token_stats
+from crest_train.model import hidden_states, shared_prompt
 from crest_train.rollouts import Rollout
 
 
@@ -19,6 +19,7 @@ def teacher_gap(
 
     Needs a rollout with a teacher stream. Runs without gradient, a shared prompt encoded once.
     """
+    head = head_of(model)
     gap_BT = torch.zeros_like(rollout.old_logp)
     for prompt, members in rollout.by_prompt([row for row in rows if rollout.policy[row].any()]):
         with shared_prompt(model, prompt) as cache:
@@ -30,13 +31,13 @@ def teacher_gap(
                 length = int(place_R.max()) + 1
                 teacher_ids = rollout.teacher_ids[part, :length].to(model.device)
                 hidden_BTH = hidden_states(model, teacher_ids, cache())
-                logits_RV = head_logits(model, hidden_BTH[row_R, place_R - 1])
-                stats = token_stats(
-                    logits_RV,
+                stats = linear_token_stats(
+                    hidden_BTH[row_R, place_R - 1],
+                    head.weight,
                     teacher_ids[row_R, place_R],
                     temperature=temperature,
                     outputs=("logp",),
-                    **logit_options(model),
+                    **head.options,
                 )
                 at = torch.tensor(part)[row_R], column_R
                 gap_BT[at] = stats.logp.cpu() - rollout.old_logp[at]

@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from crest_ops import Credit, PolicyLoss, Spans, policy_loss
+from crest_ops import Credit, PolicyLoss, Spans, head_of, linear_policy_loss
 from crest_train.config import TrainingSection
-from crest_train.model import logit_options, policy_logits, shared_prompt
+from crest_train.model import policy_hidden, shared_prompt
 from crest_train.rollouts import Rollout
 
 
@@ -87,8 +87,10 @@ def _loss(
         turn_BT = rollout.turn[rows, :length].to(model.device)
         spans = Spans.from_mask(policy_BT, group=torch.arange(len(rows), device=model.device), turn=turn_BT)
         spans = replace(spans, action_of_token=spans.action_of_token[spans.mask])  # of the written positions alone
-    return policy_loss(
-        policy_logits(model, ids_BT, policy_BT, cache),
+    head = head_of(model)
+    return linear_policy_loss(
+        policy_hidden(model, ids_BT, policy_BT, cache),
+        head.weight,
         ids_BT[policy_BT],
         written(credit.credit_N),
         token_weight=written(credit.token_weight_N),
@@ -96,5 +98,5 @@ def _loss(
         surrogate=credit.surrogate,
         spans=spans,
         temperature=temperature,
-        **logit_options(model),
+        **head.options,
     )
