@@ -1,6 +1,7 @@
 """The prepared GPU script: its stages, what it does when a process dies, and that its checks can fail."""
 
 import csv
+import importlib
 import math
 import os
 import subprocess
@@ -9,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from crest_bench import gpu, gpu_checks
+from crest_bench import gpu, gpu_checks, gpu_linear
 from crest_bench.gpu import STAGES, Found, Row, Setting, Writer, checks_of, summary, watch_stage
+
+from crest_ops import chunks
 
 ROOT = Path(__file__).parent.parent
 TINY = Setting("cpu", True)
+linear_op = importlib.import_module("crest_ops.linear_policy_loss")  # crest_ops has a function of that name
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -81,6 +85,46 @@ def test_a_stage_that_cannot_start_or_hangs_is_told(monkeypatch, tmp_path):
     monkeypatch.undo()
     hanging = 'import time; print(\'{"begin": "hangs"}\', flush=True); time.sleep(60)'
     assert run_fake(monkeypatch, tmp_path, hanging, 1) == [("hangs", "FAIL", "the stage's time is over")]
+
+
+def test_checks_that_are_not_come_to_fail(monkeypatch, tmp_path):
+    listed = 'print(\'{"checks": ["a", "b", "c", "d"]}\', flush=True)\n'
+    dying = listed + 'import os, sys; print(f\'{{"begin": "{"abcd"[int(sys.argv[1])]}"}}\', flush=True); os._exit(9)'
+    monkeypatch.setattr(gpu, "RESTARTS", 1)
+    assert run_fake(monkeypatch, tmp_path, dying, 60) == [
+        ("a", "FAIL", "its process ended with 9"), ("b", "FAIL", "its process ended with 9"),
+        ("c", "FAIL", "not run: its process ended 2 times"), ("d", "FAIL", "not run: its process ended 2 times"),
+    ]  # fmt: skip
+    monkeypatch.undo()
+    hanging = listed + 'import time; print(\'{"begin": "a"}\', flush=True); time.sleep(60)'
+    over = "the stage's time is over"
+    assert run_fake(monkeypatch, tmp_path, hanging, 1) == [
+        ("a", "FAIL", over), *((name, "FAIL", f"not run: {over}") for name in "bcd"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", gpu_linear.PRECISIONS, ids=lambda precision: precision.name)
+def test_linear_checks_add_over_chunks_and_move_rows(precision, monkeypatch):
+    """Wanted are the rows 1, 2, 4 | 5, 7, 8 | 10, 11, in chunks of 3. Credits of 2, 7, 10 and 11 are not 0, and the
+    odd ones of these are clipped.
+    """
+    kept, betas = [], []
+    move, add = linear_op.move_rows_forward, chunks.add_product
+    monkeypatch.setattr(linear_op, "move_rows_forward", lambda z, keep: (kept.append(keep.tolist()), move(z, keep))[1])
+    monkeypatch.setattr(chunks, "add_product", lambda *given: (betas.append(given[-1]), add(*given))[1])
+    assert gpu_linear._policy(TINY, precision, "PPOClip", few=True).status == "PASS"
+    assert kept == [[False, True, False], [False, False, False], [True, False]] and 1.0 in betas
+    betas.clear()
+    assert gpu_linear._divergence(TINY, precision, "reverse_kl").status == "PASS"
+    assert betas.count(1.0) == 2  # of three chunks
+
+
+def test_a_gradient_that_does_not_add_up_is_seen(monkeypatch):
+    add = chunks.add_product
+    monkeypatch.setattr(chunks, "add_product", lambda sum_, a, b, beta: add(sum_, a, b, 0.0))
+    assert gpu_linear._policy(TINY, gpu_linear.PRECISIONS[0], "PPOClip").status == "FAIL"
+    assert gpu_linear._policy(TINY, gpu_linear.PRECISIONS[0], "PPOClip", few=True).status == "FAIL"
+    assert gpu_linear._divergence(TINY, gpu_linear.PRECISIONS[0], "jsd").status == "FAIL"
 
 
 def test_summary_counts_and_names():

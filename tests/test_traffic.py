@@ -95,7 +95,7 @@ def test_token_stats_in_full():
         launch()
     reads = found["logits"].reads.reshape(2, -1)
     assert not reads[0].any() and reads[1, 12] == 2 and (reads[1].sum() == traffic.VOCABULARY + 1)
-    assert others["read"] == 8 + (8 + 4) and others["written"] == 2 * 5 * 4
+    assert others["read"] == 8 + (8 + 4) and others["written"] == 2 * 6 * 4
 
 
 def test_all_kernels_of_the_machine_code_report_are_counted():

@@ -13,7 +13,7 @@ ACTION_TOKENS = 64  # mean length of an action
 CPU_PRODUCTS = 4e11  # floating-point operations of the three products that a default CPU case may have
 CUDA_TOKENS = 16384
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FAR = 0.04  # of the tokens have a ratio beyond the clip, for about half of which the clip bites
+BEYOND_CLIP = 0.04  # of the tokens have a ratio beyond the clip, for about half of which it bites
 SHARES = (3.0, 10.0, 30.0, 100.0)  # percent of the tokens that the policy wrote
 
 
@@ -119,7 +119,7 @@ def make_inputs(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
     targets = torch.randint(0, V, (N,), generator=generator).to(device)
     credit = torch.randn(N, generator=generator).to(device)
     log_ratio = torch.randn(N, generator=generator).clamp(-2, 2) * 0.05
-    far = torch.rand(N, generator=generator) < FAR
+    far = torch.rand(N, generator=generator) < BEYOND_CLIP
     log_ratio = torch.where(far, 0.4 * log_ratio.sign(), log_ratio)  # none near the clip, where rounding would decide
     head_weight, mask = head_weight.to(device), mask.to(device)
     old_logp = torch.zeros(N, device=device)

@@ -3,17 +3,17 @@
 Every provider takes the same `Inputs`, packed tokens with a mask, and gives a loss whose gradients by `hidden` and
 `head_weight` are then asked for.
 
-Shape letters: N packed tokens, R policy tokens.
+Shape letters: N packed tokens, V vocabulary, R policy tokens.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
 
 from crest_bench.cases import Inputs
+from crest_bench.environment import installed_version
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 PPO, ONE_ADVANTAGE, CROSS_ENTROPY, PRODUCTS = "ppo", "ppo, one advantage", "cross-entropy", "products"
@@ -52,14 +52,20 @@ class Provider:
         """Why the provider cannot be measured on this machine, or None."""
         if self.cuda_only and device != "cuda":
             return "needs a GPU"
-        try:
-            version(self.package)
-            self.load()
-        except PackageNotFoundError:
+        if not (found := installed_version(self.package)):
             return f"{self.package} is not installed"
+        try:
+            self.load()
         except (ImportError, AttributeError) as error:
-            return f"{self.package} {version(self.package)}: {error}"
+            return f"{self.package} {found}: {error}"
         return None
+
+
+def logp_and_entropy(log_p: Tensor, targets: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    """(logp, entropy) of log_p [..., V], the way a trainer writes it down."""
+    with torch.set_grad_enabled(entropy_gradient):
+        entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, targets[..., None])[..., 0], entropy
 
 
 def ppo_loss(logp_R: Tensor, credit_R: Tensor, old_logp_R: Tensor, weight_R: Tensor) -> Tensor:

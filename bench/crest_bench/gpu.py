@@ -84,7 +84,10 @@ def checks_of(stage: str, setting: Setting) -> list[Check]:
 
 
 def run_stage(stage: str, setting: Setting, start: int) -> None:
-    """In the stage's process: run its checks from number `start`, and print a line of JSON before and after each."""
+    """In the stage's process: run its checks from number `start`.
+
+    Prints lines of JSON: the names of all checks, then what is begun and the rows it gave.
+    """
     import torch
     import triton
 
@@ -92,9 +95,9 @@ def run_stage(stage: str, setting: Setting, start: int) -> None:
         device=torch.cuda.get_device_name() if setting.device == "cuda" else "cpu", torch=torch.__version__,
         triton=triton.__version__,
     )  # fmt: skip
-    for number, check in enumerate(checks_of(stage, setting)):
-        if number < start:
-            continue
+    checks = checks_of(stage, setting)
+    print(json.dumps({"checks": [check.name for check in checks]}), flush=True)
+    for check in checks[start:]:
         print(json.dumps({"begin": check.name}), flush=True)
         try:
             found = check.run()
@@ -140,22 +143,32 @@ class Writer:
 
 
 def watch_stage(stage: str, setting: Setting, deadline: float, writer: Writer) -> None:
-    """Run a stage in processes of its own until it is through, its time is over, or it has died too often."""
-    start = 0
+    """Run a stage in processes of its own until it is through, its time is over, or it has died too often.
+
+    A check that is not come to fails.
+    """
+    start, names = 0, []
     for _ in range(RESTARTS + 1):
-        code, following, running = _one_process(stage, setting, start, deadline, writer)
+        code, following, running, listed = _one_process(stage, setting, start, deadline, writer)
         if code == 0:
             return
+        names = names or listed
+        why = "the stage's time is over" if code is None else f"its process ended with {code}"
         if code is None or running or following == start:
-            why = "the stage's time is over" if code is None else f"its process ended with {code}"
             writer.write(Row(stage, running or "(start)", "FAIL", detail=why))
         if code is None or following == start:
-            return
+            break
         start = following
+    else:
+        why = f"its process ended {RESTARTS + 1} times"
+    for name in names[following:]:
+        writer.write(Row(stage, name, "FAIL", detail=f"not run: {why}"))
 
 
 def _one_process(stage: str, setting: Setting, start: int, deadline: float, writer: Writer):
-    """(exit code or None where time is over, number of the next check, name of the one it ended in or None)."""
+    """(exit code or None where time is over, number of the next check, name of the one it ended in or None, names of
+    all checks).
+    """
     command = [sys.executable, "-m", "crest_bench.gpu", "--stage", stage, "--start", str(start)]
     process = subprocess.Popen(command + ["--dry-run"] * setting.tiny, stdout=subprocess.PIPE, text=True)
     lines: queue.Queue = queue.Queue()
@@ -166,20 +179,21 @@ def _one_process(stage: str, setting: Setting, start: int, deadline: float, writ
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    following, running = start, None
+    following, running, names = start, None, []
     try:
         while (line := lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
             message = _message(line)
+            names = message.get("checks", names)
             if "begin" in message:
                 following, running = following + 1, message["begin"]
             for row in message.get("rows", ()):
                 writer.write(Row(**row))
                 running = None
-        return process.wait(), following, running
+        return process.wait(), following, running, names
     except queue.Empty:
         process.kill()
         process.wait()
-        return None, following, running
+        return None, following, running, names
 
 
 def _message(line: str) -> dict:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from crest_bench import cases
+from crest_bench.contract import logp_and_entropy
 from crest_bench.gpu import Check, Found, Setting
 from crest_bench.gpu_checks import SURROGATES, randint
 from crest_bench.providers import PROVIDERS
 
 REPEATS = 9
 WARM = 2
-LOGIT_BYTES = 2
 SHARES = (100.0, 10.0)  # percent of policy tokens
 Run = Callable[[], object]
 
@@ -93,14 +93,13 @@ def _ceilings(setting: Setting) -> list[Found]:
 @cache
 def _logits(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
     """(logits, teacher's logits, targets): bf16, V=151936."""
-    N, V = (4, 1031) if setting.tiny else (8192, 151936)
+    N, V = (4, 1031) if setting.tiny else (8192, cases.HEADS["qwen3-8b"].vocabulary)
     x, teacher = (torch.empty(N, V, dtype=torch.bfloat16, device=setting.device).normal_(0, 3) for _ in range(2))
     return x.requires_grad_(), teacher, randint(setting, N, high=V)
 
 
 def _plain(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    log_p = x.float().log_softmax(-1)
-    return log_p.gather(-1, y[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    return logp_and_entropy(x.float().log_softmax(-1), y, entropy_gradient=True)
 
 
 def _crest_stats(setting):
@@ -199,8 +198,8 @@ def _over_logits(setting: Setting, make, tensors: int, name: str) -> list[Found]
             raise
         return _left_out(error)
     return [
-        _logits_row(setting, f"{name} forward", forward, LOGIT_BYTES * tensors),
-        _logits_row(setting, f"{name} backward", backward, LOGIT_BYTES * (tensors + 1)),
+        _logits_row(setting, f"{name} forward", forward, tensors),
+        _logits_row(setting, f"{name} backward", backward, tensors + 1),
         _memory_row(f"{name} forward and backward", both),
     ]
 
@@ -210,8 +209,11 @@ def _backward(x: Tensor, outputs: tuple[Tensor, ...]) -> Tensor:
     return torch.autograd.grad(outputs, x, [torch.ones_like(output) for output in outputs])[0]
 
 
-def _logits_row(setting: Setting, name: str, spent: Cost, bytes_per_logit: int) -> Found:
-    rate = bytes_per_logit * _logits(setting)[0].numel() / (1e-3 * spent.ms)
+def _logits_row(setting: Setting, name: str, spent: Cost, tensors: int) -> Found:
+    """tensors: of the logits' size, read or written."""
+    x = _logits(setting)[0]
+    bytes_per_logit = tensors * x.element_size()
+    rate = bytes_per_logit * x.numel() / (1e-3 * spent.ms)
     share = f"{100 * rate / copy_rate(setting):.0f} % of the copy"
     return Found("MEASURED", spent.ms, "ms", f"{bytes_per_logit} B per logit: {rate / 1e12:.3g} TB/s, {share}", name)
 
@@ -235,7 +237,7 @@ def _fused(setting: Setting) -> Found:
 
     # The copy that is overwritten is made anew before each call, outside the time.
     spent = cost(setting, run, x.detach().clone)
-    return _logits_row(setting, "crest fused policy_loss, in place", spent, 2 * LOGIT_BYTES)
+    return _logits_row(setting, "crest fused policy_loss, in place", spent, 2)
 
 
 # --- ops over hidden states -------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from crest_bench.rows_file import read_rows, write_rows
 
-FIGURES = ("value", "p20", "p80", "ratio_to_floor")  # numbers, or empty where there is none
 KEY = (
     *("device", "device_name", "threads", "head", "hidden", "vocabulary", "tokens", "policy_tokens", "dtype"),
     *("provider", "mode", "metric"),

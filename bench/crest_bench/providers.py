@@ -20,6 +20,7 @@ from crest_bench.contract import (
     PRODUCTS,
     Output,
     Provider,
+    logp_and_entropy,
     loss_of_rows,
     ppo_loss,
 )
@@ -51,11 +52,8 @@ def _crest_composable() -> Callable[[Inputs], Output]:
 
 
 def _plain(hidden: Tensor, head_weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(logp, entropy without gradient), the way a trainer writes it down: float32 log-softmax of all the logits."""
-    log_p = (hidden @ head_weight.t()).float().log_softmax(-1)
-    with torch.no_grad():
-        entropy = -(log_p.exp() * log_p).sum(-1)
-    return log_p.gather(-1, targets[:, None])[:, 0], entropy
+    """(logp, entropy without gradient) from the float32 log-softmax of all the logits."""
+    return logp_and_entropy((hidden @ head_weight.t()).float().log_softmax(-1), targets, entropy_gradient=False)
 
 
 def _eager() -> Callable[[Inputs], Output]:

@@ -31,13 +31,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from crest_bench.cases import HEADS
+import torch
 
-OURS = "crest-ops"
+from crest_bench.cases import CUDA_TOKENS, HEADS
+from crest_bench.codegen import LOGIT_BITS, OURS, VOCABULARY
+from crest_ops.chunks import chunk_rows
+from crest_ops.linear import MAX_CHUNK_BYTES
+
 PREDICTION = "prediction, not a measurement"
-LOGIT_BYTES = 2
-VOCABULARY = 151936  # of Qwen2.5 and Qwen3
-CHUNK_BYTES = 256 << 20  # of logits, the default of the linear ops
+LOGIT_BYTES = LOGIT_BITS // 8
 PICO = 1e12
 
 
@@ -221,13 +223,15 @@ def product_times(hidden: int, vocabulary: int, rows: int, device: Device) -> li
 
 
 def predict_heads(predictions: Iterable[Prediction]) -> Iterator[HeadPrediction]:
-    """`linear_policy_loss` in bf16 for every head and device for which the fused kernel's time is predicted."""
+    """`linear_policy_loss` of CUDA_TOKENS policy tokens in bf16, in its default chunks, for every head and device for
+    which the fused kernel's time is predicted.
+    """
     for visit in predictions:
         if visit.role != "fused":
             continue
         device = next(device for device in DEVICES if device.name == visit.device)
         for head in HEADS.values():
-            rows = CHUNK_BYTES // (LOGIT_BYTES * head.vocabulary)
+            rows = chunk_rows(CUDA_TOKENS, head.vocabulary, torch.bfloat16, MAX_CHUNK_BYTES)
             floor = PICO * 6 * head.hidden / device.flops
             products = PICO * sum(product_times(head.hidden, head.vocabulary, rows, device))
             yield HeadPrediction(

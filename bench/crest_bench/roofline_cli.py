@@ -75,7 +75,7 @@ def roofline(results: Folder = RESULTS) -> None:
     heads = list(report.predict_heads(rows))
     table = Table(
         title="PREDICTION, not a measurement: linear_policy_loss in bf16, % of the floor of three matrix products",
-        caption=f"chunks of {report.CHUNK_BYTES >> 20} MiB of logits; (floor of products in chunks + fused kernel, "
+        caption=f"chunks of {report.MAX_CHUNK_BYTES >> 20} MiB of logits; (floor of products in chunks + fused kernel, "
         "picoseconds per logit)",
     )
     _columns(table, "head", devices)

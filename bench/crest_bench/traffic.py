@@ -25,7 +25,8 @@ from crest_kernels.token_stats import token_stats, token_stats_grad, token_stats
 from torch import Tensor
 from triton.runtime import interpreter
 
-VOCABULARY = 151936  # of Qwen2.5 and Qwen3
+from crest_bench.codegen import VOCABULARY
+
 NUM_ROWS = 2
 MASKED_ROWS = (0, 1, 2)  # of NUM_ROWS
 DTYPE = torch.bfloat16
