@@ -368,7 +368,8 @@ def test_opcheck(backend):
     x, y = logits_of(1, 4, 20).requires_grad_(), torch.tensor([1, -1, 3, 19])
     one, scalars = torch.ones(1), (20, 1.0, 0.0)
     torch.library.opcheck(torch.ops.crest.wanted_targets, (y, y > 0, one, 20, -1))
-    torch.library.opcheck(torch.ops.crest.token_stats, (x, y, one, *scalars, True, True, False, backend))
+    for sum_sq in (False, True):
+        torch.library.opcheck(torch.ops.crest.token_stats, (x, y, one, *scalars, True, sum_sq, False, backend))
     with torch.no_grad():
         _, entropy, _, _, normaliser = torch.ops.crest.token_stats(x, y, one, *scalars, True, False, False, backend)
         arguments = (y, one, entropy, normaliser, torch.ones(4), torch.ones(4), *scalars, backend)

@@ -64,6 +64,22 @@ def cap_logits(x, logit_scale, softcap):
 
 
 @triton.jit
+def cap_derivative(x, logit_scale, softcap):
+    """Of `cap_logits` by x; 0 out of the support."""
+    capped = cap_logits(x.to(tl.float32), logit_scale, softcap)
+    return tl.where(capped <= LOWEST, 0.0, 1 - (capped / softcap) * (capped / softcap)) * logit_scale
+
+
+@triton.jit
+def scaled(x, scale, m, logit_scale, softcap, SOFTCAP: tl.constexpr):
+    """scale * cap(x) - m."""
+    x = x.to(tl.float32)
+    if SOFTCAP:
+        x = cap_logits(x, logit_scale, softcap)
+    return multiply_subtract(x, scale, m)
+
+
+@triton.jit
 def load_tiles(ptr, columns, num_left, TILES: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr):
     """TILES neighbouring tiles of logits, STEP apart; all loads are issued before the first is used."""
     xs = ()
@@ -89,10 +105,7 @@ def accumulate(xs, m, s, w, q, scale, logit_scale, softcap, SOFTCAP: tl.constexp
     d = m - m_new
     a = tl.exp2(d)
     for i in tl.static_range(STATS_TILES):
-        x = xs[i].to(tl.float32)
-        if SOFTCAP:
-            x = cap_logits(x, logit_scale, softcap)
-        t = multiply_subtract(x, scale, m_new[:, None])
+        t = scaled(xs[i], scale, m_new[:, None], logit_scale, softcap, SOFTCAP)
         e = tl.exp2(t)
         if i == 0:
             sum_e, sum_et, sum_ee = e, e * t, e * e
@@ -138,14 +151,17 @@ def row_sums(
 
 @triton.jit
 def row_logp(row_ptr, y, num_columns, m, log2_sum, scale, logit_scale, softcap, SOFTCAP: tl.constexpr):
-    """log p_y = (scale * x_y - max - log2 sum) ln 2 <= 0; -inf for a target outside the support."""
-    x = load_logits(row_ptr + y, y < num_columns, True).to(tl.float32)
-    t = x
-    if SOFTCAP:
-        t = cap_logits(x, logit_scale, softcap)
-    logp = (multiply_subtract(t, scale, m) - log2_sum) * LN2
+    """(log p_y, x_y): log p_y = (scale * x_y - max - log2 sum) ln 2 <= 0; -inf for a target outside the support."""
+    x_y = load_logits(row_ptr + y, y < num_columns, True).to(tl.float32)
+    logp = (scaled(x_y, scale, m, logit_scale, softcap, SOFTCAP) - log2_sum) * LN2
     logp = tl.where(logp > 0, 0.0, logp)
-    return tl.where(x <= LOWEST, float("-inf"), logp)
+    return tl.where(x_y <= LOWEST, float("-inf"), logp), x_y
+
+
+@triton.jit
+def row_lse(m, s):
+    """log-sum-exp in nats; -inf for a row without support."""
+    return tl.where(s == 0, float("-inf"), (m + tl.log2(s)) * LN2)
 
 
 @triton.jit
@@ -179,17 +195,11 @@ def gradient_tile(
     x, scale, log2_norm, slope, const, logit_scale, softcap, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr
 ):
     """2^t (slope t + const), t = scale * x - log2_norm, times the derivative of the cap."""
-    derivative = 1.0
-    if SOFTCAP:
-        capped = cap_logits(x.to(tl.float32), logit_scale, softcap)
-        derivative = tl.where(capped <= LOWEST, 0.0, 1 - (capped / softcap) * (capped / softcap)) * logit_scale
-        t = multiply_subtract(capped, scale, log2_norm)
-    else:
-        t = multiply_subtract(x.to(tl.float32), scale, log2_norm)
+    t = scaled(x, scale, log2_norm, logit_scale, softcap, SOFTCAP)
     p = tl.exp2(t)
     g = p * (t * slope + const) if ENTROPY else p * const
     if SOFTCAP:
-        g = g * derivative
+        g *= cap_derivative(x, logit_scale, softcap)
     return g
 
 
@@ -232,13 +242,17 @@ def write_gradient(
             g = gradient_tile(xs[i], scale, log2_norm, slope, const, logit_scale, softcap, ENTROPY, SOFTCAP)
             tl.store(out_ptr + at, to_logits(tl.where(at < num_columns, g, 0.0), DTYPE), mask=at < width)
     write_zeros(out_ptr, tl.cdiv(num_columns, GRAD_TILES * BLOCK) * GRAD_TILES * BLOCK, width, BLOCK)  # padded columns
-    tl.debug_barrier()
     g = gradient_tile(x_y, scale, log2_norm, slope, const, logit_scale, softcap, ENTROPY, SOFTCAP)
-    one_hot = g_logp * factor
+    write_target(out_ptr, y, x_y, g, g_logp * factor, logit_scale, softcap, SOFTCAP)
+
+
+@triton.jit
+def write_target(out_ptr, y, x_y, g, one_hot, logit_scale, softcap, SOFTCAP: tl.constexpr):
+    """The target's column once more, now with its one-hot term; nothing for y < 0."""
     if SOFTCAP:
-        u = tanh(x_y.to(tl.float32) * (logit_scale / softcap))
-        one_hot *= (1 - u * u) * logit_scale
-    tl.store(out_ptr + y, to_logits(g + one_hot, DTYPE), mask=y >= 0)
+        one_hot *= cap_derivative(x_y, logit_scale, softcap)
+    tl.debug_barrier()  # the row is written
+    tl.store(out_ptr + y, to_logits(g + one_hot, out_ptr.dtype.element_ty), mask=y >= 0)
 
 
 @triton.jit

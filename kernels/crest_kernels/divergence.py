@@ -15,17 +15,18 @@ from .device import (
     cap_logits,
     load_logits,
     load_tiles,
-    multiply_subtract,
     row_logp,
     row_pointer,
     row_scale,
     row_sums,
+    scaled,
 )
 from .token_stats import LENGTHS, row_strides, store_stats, store_unwanted, tile_options
 
 PAIR_TILES = tl.constexpr(5)  # loads in flight of each row: as many as leave 4 rows on a multiprocessor
 VISIT_TILES = tl.constexpr(2)  # the same, where both rows are normalised already
-FAR = tl.constexpr(1e20)  # between the differences of logits of the support, summed, and the size of OUT
+# A row's sum of |difference of logits| is larger only where one of the two excludes a column that the other does not.
+ONE_SIDED = tl.constexpr(1e20)
 
 
 @triton.jit
@@ -38,15 +39,6 @@ def lane_max(xs, m, scale, logit_scale, softcap, SOFTCAP: tl.constexpr):
     if SOFTCAP:
         largest = cap_logits(largest, logit_scale, softcap)
     return tl.maximum(m, largest * scale)
-
-
-@triton.jit
-def scaled(x, scale, m, logit_scale, softcap, SOFTCAP: tl.constexpr):
-    """scale * cap(x) - m."""
-    x = x.to(tl.float32)
-    if SOFTCAP:
-        x = cap_logits(x, logit_scale, softcap)
-    return multiply_subtract(x, scale, m)
 
 
 @triton.jit
@@ -100,9 +92,9 @@ def one_sided(row_ptr, teacher_row_ptr, num_columns, LANES: tl.constexpr, VEC: t
 
 @triton.jit
 def store_unwanted_pair(
-    row, num_rows, logp_ptr, entropy_ptr, lse_ptr, teacher_logp_ptr, student_kl_ptr, divergence_ptr, normaliser_ptr
+    row, num_rows, logp_ptr, entropy_ptr, teacher_logp_ptr, student_kl_ptr, divergence_ptr, normaliser_ptr
 ):
-    store_unwanted(row, num_rows, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr)
+    store_unwanted(row, num_rows, logp_ptr, entropy_ptr, normaliser_ptr)
     tl.store(teacher_logp_ptr + row, 0.0)
     tl.store(student_kl_ptr + row, 0.0)
     tl.store(divergence_ptr + row, 0.0)
@@ -118,7 +110,7 @@ def log2_or_0(s):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def kl_kernel(
-    logits_ptr, teacher_ptr, target_ptr, temperature_ptr, logp_ptr, entropy_ptr, lse_ptr, teacher_logp_ptr,
+    logits_ptr, teacher_ptr, target_ptr, temperature_ptr, logp_ptr, entropy_ptr, teacher_logp_ptr,
     student_kl_ptr, divergence_ptr, normaliser_ptr, num_rows, rows_per_batch, num_columns, stride_batch, stride_row,
     stride_teacher_batch, stride_teacher_row, stride_temperature, logit_scale, softcap,
     SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
@@ -128,7 +120,7 @@ def kl_kernel(
     y = tl.load(target_ptr + row)
     if y < 0:
         store_unwanted_pair(
-            row, num_rows, logp_ptr, entropy_ptr, lse_ptr, teacher_logp_ptr, student_kl_ptr, divergence_ptr,
+            row, num_rows, logp_ptr, entropy_ptr, teacher_logp_ptr, student_kl_ptr, divergence_ptr,
             normaliser_ptr,
         )  # fmt: skip
         return
@@ -170,13 +162,13 @@ def kl_kernel(
     teacher_kl = tl.where(z == 0, 0.0, (tl.log2(s / z) - f / z) * LN2)
     student_kl = tl.where(student_kl < 0, 0.0, student_kl)
     teacher_kl = tl.where(teacher_kl < 0, 0.0, teacher_kl)
-    if tl.sum(far, 0) > FAR * scale:
+    if tl.sum(far, 0) > ONE_SIDED * scale:
         student, teacher = one_sided(row_ptr, teacher_row_ptr, num_columns, LANES, VEC)
         student_kl = tl.where(student, float("inf"), student_kl)
         teacher_kl = tl.where(teacher, float("inf"), teacher_kl)
-    logp = row_logp(row_ptr, y, num_columns, m_row, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
-    store_stats(row, num_rows, num_columns, m_row, s, w, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr)
-    logp = row_logp(teacher_row_ptr, y, num_columns, n_row, tl.log2(z), scale, logit_scale, softcap, SOFTCAP)
+    logp, _ = row_logp(row_ptr, y, num_columns, m_row, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
+    store_stats(row, num_rows, num_columns, m_row, s, w, logp, logp_ptr, entropy_ptr, normaliser_ptr)
+    logp, _ = row_logp(teacher_row_ptr, y, num_columns, n_row, tl.log2(z), scale, logit_scale, softcap, SOFTCAP)
     tl.store(teacher_logp_ptr + row, logp)
     tl.store(student_kl_ptr + row, student_kl)
     tl.store(divergence_ptr + row, teacher_kl)
@@ -210,7 +202,7 @@ def accumulate_mixture(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def jsd_kernel(
-    logits_ptr, teacher_ptr, target_ptr, temperature_ptr, logp_ptr, entropy_ptr, lse_ptr, teacher_logp_ptr,
+    logits_ptr, teacher_ptr, target_ptr, temperature_ptr, logp_ptr, entropy_ptr, teacher_logp_ptr,
     student_kl_ptr, divergence_ptr, normaliser_ptr, num_rows, rows_per_batch, num_columns, stride_batch, stride_row,
     stride_teacher_batch, stride_teacher_row, stride_temperature, logit_scale, softcap, jsd_weight, bound,
     SOFTCAP: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
@@ -220,7 +212,7 @@ def jsd_kernel(
     y = tl.load(target_ptr + row)
     if y < 0:
         store_unwanted_pair(
-            row, num_rows, logp_ptr, entropy_ptr, lse_ptr, teacher_logp_ptr, student_kl_ptr, divergence_ptr,
+            row, num_rows, logp_ptr, entropy_ptr, teacher_logp_ptr, student_kl_ptr, divergence_ptr,
             normaliser_ptr,
         )  # fmt: skip
         return
@@ -228,10 +220,10 @@ def jsd_kernel(
     row_ptr = row_pointer(logits_ptr, row, rows_per_batch, stride_batch, stride_row)
     teacher_row_ptr = row_pointer(teacher_ptr, row, rows_per_batch, stride_teacher_batch, stride_teacher_row)
     m, s, w, _ = row_sums(row_ptr, num_columns, scale, logit_scale, softcap, SOFTCAP, False, LANES, VEC)
-    logp = row_logp(row_ptr, y, num_columns, m, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
-    store_stats(row, num_rows, num_columns, m, s, w, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr)
+    logp, _ = row_logp(row_ptr, y, num_columns, m, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
+    store_stats(row, num_rows, num_columns, m, s, w, logp, logp_ptr, entropy_ptr, normaliser_ptr)
     n, z, _, _ = row_sums(teacher_row_ptr, num_columns, scale, logit_scale, softcap, SOFTCAP, False, LANES, VEC)
-    logp = row_logp(teacher_row_ptr, y, num_columns, n, tl.log2(z), scale, logit_scale, softcap, SOFTCAP)
+    logp, _ = row_logp(teacher_row_ptr, y, num_columns, n, tl.log2(z), scale, logit_scale, softcap, SOFTCAP)
     tl.store(teacher_logp_ptr + row, logp)
     log2_s = log2_or_0(s)
     log2_z = log2_or_0(z)
@@ -277,8 +269,8 @@ def token_divergence(logits, teacher_logits, targets, temperature, num_columns, 
     student_kl = KL(p || m), divergence = (1 - jsd_weight) KL(p || m) + jsd_weight KL(q || m).
     """
     num_rows = targets.numel()
-    logp, entropy, lse, teacher_logp, student_kl, divergence = (
-        torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(6)
+    logp, entropy, teacher_logp, student_kl, divergence = (
+        torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(5)
     )
     normaliser = torch.empty(4, num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
@@ -286,7 +278,7 @@ def token_divergence(logits, teacher_logits, targets, temperature, num_columns, 
         rows_per_batch, stride_batch, stride_row = row_strides(logits)
         _, stride_teacher_batch, stride_teacher_row = row_strides(teacher_logits)
         arguments = (
-            logits, teacher_logits, targets, temperature, logp, entropy, lse, teacher_logp, student_kl, divergence,
+            logits, teacher_logits, targets, temperature, logp, entropy, teacher_logp, student_kl, divergence,
             normaliser, num_rows, rows_per_batch, num_columns, stride_batch, stride_row, stride_teacher_batch,
             stride_teacher_row, int(temperature.numel() > 1), logit_scale, softcap,
         )  # fmt: skip

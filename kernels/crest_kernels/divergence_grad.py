@@ -10,23 +10,24 @@ import triton.language as tl
 from .device import (
     LN2,
     LOWEST,
-    cap_logits,
+    cap_derivative,
     load_logits,
     load_tiles,
     row_pointer,
     row_scale,
-    tanh,
+    scaled,
     to_logits,
+    write_target,
     write_zeros,
 )
-from .divergence import log_ratios_to_mixture, pair_options, scaled
+from .divergence import log_ratios_to_mixture, pair_options
 from .token_stats import LENGTHS, row_strides
 
 TILES = tl.constexpr(2)  # loads in flight of each row
 
 
 @triton.jit
-def gradient_tile(
+def pair_gradient_tile(
     x, y, scale, m, log2_s, n, log2_z, const, slope_ratio, slope_entropy, slope_difference, jsd_weight,
     logit_scale, softcap, JSD: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -45,8 +46,7 @@ def gradient_tile(
     if not JSD:
         g += (p - tl.exp2(lq)) * slope_difference
     if SOFTCAP:
-        capped = cap_logits(x.to(tl.float32), logit_scale, softcap)
-        g *= tl.where(capped <= LOWEST, 0.0, 1 - (capped / softcap) * (capped / softcap)) * logit_scale
+        g *= cap_derivative(x, logit_scale, softcap)
     return g
 
 
@@ -82,6 +82,7 @@ def divergence_grad_kernel(
     inside = (y >= 0) & (y < num_columns)
     x_y = load_logits(row_ptr + tl.maximum(y, 0), inside, True)
     teacher_y = load_logits(teacher_row_ptr + tl.maximum(y, 0), inside, True)
+    tl.debug_barrier()  # every thread holds x_y before one may overwrite it
     idle = (g_logp == 0) & (g_entropy == 0) & (g_student_kl == 0) & (g_divergence == 0)
     if (y < 0) | (x_y.to(tl.float32) <= LOWEST) | idle:
         write_zeros(out_ptr, 0, width, BLOCK)
@@ -103,7 +104,7 @@ def divergence_grad_kernel(
         xs = load_tiles(row_ptr + start, columns, 0, TILES, BLOCK, False)
         ys = load_tiles(teacher_row_ptr + start, columns, 0, TILES, BLOCK, False)
         for i in tl.static_range(TILES):
-            g = gradient_tile(
+            g = pair_gradient_tile(
                 xs[i], ys[i], scale, m, log2_s, n, log2_z, const, slope_ratio, slope_entropy, slope_difference,
                 jsd_weight, logit_scale, softcap, JSD, SOFTCAP,
             )  # fmt: skip
@@ -113,23 +114,17 @@ def divergence_grad_kernel(
         ys = load_tiles(teacher_row_ptr + full, columns, num_columns - full, TILES, BLOCK, True)
         for i in tl.static_range(TILES):
             at = full + i * BLOCK + columns
-            g = gradient_tile(
+            g = pair_gradient_tile(
                 xs[i], ys[i], scale, m, log2_s, n, log2_z, const, slope_ratio, slope_entropy, slope_difference,
                 jsd_weight, logit_scale, softcap, JSD, SOFTCAP,
             )  # fmt: skip
             tl.store(out_ptr + at, to_logits(tl.where(at < num_columns, g, 0.0), DTYPE), mask=at < width)
-        full += TILES * BLOCK
-    write_zeros(out_ptr, full, width, BLOCK)  # padded columns
-    tl.debug_barrier()
-    g = gradient_tile(
+    write_zeros(out_ptr, tl.cdiv(num_columns, TILES * BLOCK) * TILES * BLOCK, width, BLOCK)  # padded columns
+    g = pair_gradient_tile(
         x_y, teacher_y, scale, m, log2_s, n, log2_z, const, slope_ratio, slope_entropy, slope_difference,
         jsd_weight, logit_scale, softcap, JSD, SOFTCAP,
     )  # fmt: skip
-    one_hot = g_logp * factor
-    if SOFTCAP:
-        u = tanh(x_y.to(tl.float32) * (logit_scale / softcap))
-        one_hot *= (1 - u * u) * logit_scale
-    tl.store(out_ptr + y, to_logits(g + one_hot, DTYPE))
+    write_target(out_ptr, y, x_y, g, g_logp * factor, logit_scale, softcap, SOFTCAP)
 
 
 def token_divergence_grad(

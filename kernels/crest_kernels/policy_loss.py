@@ -12,7 +12,6 @@ import triton.language as tl
 from .device import (
     INTERPRETED,
     LOG2E,
-    load_logits,
     row_entropy,
     row_logp,
     row_scale,
@@ -24,7 +23,7 @@ from .token_stats import tile_options
 
 ROW_LANES = 512  # of a row that has a multiprocessor to itself
 MAX_LOG_RATIO = tl.constexpr(20.0)
-PPO_CLIP = tl.constexpr(0)  # a: low, b: high, c: dual, or inf
+# Kinds of surrogate; any other is PPO's clip, a: low, b: high, c: dual, or inf.
 CISPO = tl.constexpr(1)  # a: low, 1 for none, b: high
 SAPO = tl.constexpr(2)  # a: tau_pos, b: tau_neg
 # A kernel is compiled once, whatever the number of rows, the surrogate and the arguments that are there.
@@ -94,9 +93,8 @@ def policy_loss_kernel(
             inverse_temperature, scale = row_scale(temperature_ptr, row, stride_temperature, logit_scale, SOFTCAP)
             m, s, w, _ = row_sums(row_ptr, num_columns, scale, logit_scale, softcap, SOFTCAP, False, LANES, VEC)
             log2_sum = tl.log2(s)
-            logp = row_logp(row_ptr, y, num_columns, m, log2_sum, scale, logit_scale, softcap, SOFTCAP)
+            logp, x_y = row_logp(row_ptr, y, num_columns, m, log2_sum, scale, logit_scale, softcap, SOFTCAP)
             entropy = row_entropy(num_columns, s, w)
-            x_y = load_logits(row_ptr + y, y < num_columns, True)
             old_logp = tl.load(old_logp_ptr + row * stride_old)
             log_ratio = logp - tl.where(on_policy != 0, logp, old_logp)
             slope = surrogate_slope(log_ratio, tl.load(credit_ptr + row), kind, a, b, c)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import row_logp, row_pointer, row_scale, row_sums
+from .device import row_logp, row_lse, row_pointer, row_scale, row_sums
 from .token_stats import LENGTHS, row_strides, store_stats, store_unwanted, tile_options
 
 
@@ -21,17 +21,19 @@ def teacher_pair_kernel(
     row = tl.program_id(0)
     y = tl.load(target_ptr + row)
     if y < 0:
-        store_unwanted(row, num_rows, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr)
+        store_unwanted(row, num_rows, logp_ptr, entropy_ptr, normaliser_ptr)
+        tl.store(lse_ptr + row, 0.0)
         tl.store(teacher_logp_ptr + row, 0.0)
         return
     _, scale = row_scale(temperature_ptr, row, stride_temperature, logit_scale, SOFTCAP)
     row_ptr = row_pointer(logits_ptr, row, rows_per_batch, stride_batch, stride_row)
     m, s, w, _ = row_sums(row_ptr, num_columns, scale, logit_scale, softcap, SOFTCAP, False, LANES, VEC)
-    logp = row_logp(row_ptr, y, num_columns, m, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
-    store_stats(row, num_rows, num_columns, m, s, w, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr)
+    logp, _ = row_logp(row_ptr, y, num_columns, m, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
+    store_stats(row, num_rows, num_columns, m, s, w, logp, logp_ptr, entropy_ptr, normaliser_ptr)
+    tl.store(lse_ptr + row, row_lse(m, s))
     row_ptr = row_pointer(teacher_ptr, row, teacher_rows_per_batch, stride_teacher_batch, stride_teacher_row)
     m, s, _, _ = row_sums(row_ptr, num_columns, scale, logit_scale, softcap, SOFTCAP, False, LANES, TEACHER_VEC)
-    logp = row_logp(row_ptr, y, num_columns, m, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
+    logp, _ = row_logp(row_ptr, y, num_columns, m, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
     tl.store(teacher_logp_ptr + row, logp)
 
 

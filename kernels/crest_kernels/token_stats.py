@@ -12,12 +12,12 @@ import triton.language as tl
 
 from .device import (
     ELSEWHERE,
-    LN2,
     LOWEST,
     STATS_TILES,
     load_logits,
     row_entropy,
     row_logp,
+    row_lse,
     row_pointer,
     row_scale,
     row_sums,
@@ -29,23 +29,19 @@ LENGTHS = ["num_rows", "rows_per_batch"]  # a kernel is compiled once for batche
 
 
 @triton.jit
-def store_unwanted(row, num_rows, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr):
+def store_unwanted(row, num_rows, logp_ptr, entropy_ptr, normaliser_ptr):
     tl.store(logp_ptr + row, 0.0)
     tl.store(entropy_ptr + row, 0.0)
-    tl.store(lse_ptr + row, 0.0)
     tl.store(normaliser_ptr + row, 0.0)
     tl.store(normaliser_ptr + num_rows + row, 0.0)
 
 
 @triton.jit
-def store_stats(row, num_rows, num_columns, m, s, w, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr):
-    """A row without support has entropy 0 and lse -inf."""
-    log2_sum = tl.log2(s)
+def store_stats(row, num_rows, num_columns, m, s, w, logp, logp_ptr, entropy_ptr, normaliser_ptr):
     tl.store(logp_ptr + row, logp)
     tl.store(entropy_ptr + row, row_entropy(num_columns, s, w))
-    tl.store(lse_ptr + row, tl.where(s == 0, float("-inf"), (m + log2_sum) * LN2))
     tl.store(normaliser_ptr + row, m)
-    tl.store(normaliser_ptr + num_rows + row, log2_sum)
+    tl.store(normaliser_ptr + num_rows + row, tl.log2(s))
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -57,18 +53,21 @@ def token_stats_kernel(
     row = tl.program_id(0)
     y = tl.load(target_ptr + row)
     if (y < 0) & (y != ELSEWHERE):
-        store_unwanted(row, num_rows, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr)
-        if SUM_SQ:
-            tl.store(sum_sq_ptr + row, 0.0)
+        store_unwanted(row, num_rows, logp_ptr, entropy_ptr, normaliser_ptr)
+        tl.store(lse_ptr + row, 0.0)
+        tl.store(sum_sq_ptr + row, 0.0)
         return
     row_ptr = row_pointer(logits_ptr, row, rows_per_batch, stride_batch, stride_row)
     _, scale = row_scale(temperature_ptr, row, stride_temperature, logit_scale, SOFTCAP)
     m, s, w, q = row_sums(row_ptr, num_columns, scale, logit_scale, softcap, SOFTCAP, SUM_SQ, LANES, VEC)
-    logp = row_logp(row_ptr, tl.maximum(y, 0), num_columns, m, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
+    logp, _ = row_logp(row_ptr, tl.maximum(y, 0), num_columns, m, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
     logp = tl.where(y == ELSEWHERE, 0.0, logp)
-    store_stats(row, num_rows, num_columns, m, s, w, logp, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr)
+    store_stats(row, num_rows, num_columns, m, s, w, logp, logp_ptr, entropy_ptr, normaliser_ptr)
+    tl.store(lse_ptr + row, row_lse(m, s))
+    sum_sq = 0.0
     if SUM_SQ:
-        tl.store(sum_sq_ptr + row, tl.where(s == 0, 0.0, q / (s * s)))
+        sum_sq = tl.where(s == 0, 0.0, q / (s * s))
+    tl.store(sum_sq_ptr + row, sum_sq)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -120,12 +119,13 @@ def token_stats(logits, targets, temperature, num_columns, logit_scale, softcap,
     """logits [B, T, V] (last dimension contiguous), targets [B*T] int64 (-1: not wanted; -2: ELSEWHERE), temperature
     [B*T] or [1] float32.
 
-    softcap 0.0 means none. Returns (logp, entropy, lse, sum_sq_probs, normaliser [2, N]), float32; sum_sq_probs is
-    empty unless `sum_sq`; `normaliser` holds the row's max and log2 of its sum, for the gradient.
+    softcap 0.0 means none. Returns (logp, entropy, lse, sum_sq_probs, normaliser [2, N]), float32; sum_sq_probs is 0
+    unless `sum_sq`; `normaliser` holds the row's max and log2 of its sum, for the gradient.
     """
     num_rows = targets.numel()
-    logp, entropy, lse = (torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(3))
-    sum_sq_probs = torch.empty(num_rows if sum_sq else 0, dtype=torch.float32, device=logits.device)
+    logp, entropy, lse, sum_sq_probs = (
+        torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(4)
+    )
     normaliser = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
     if not num_rows:
         return logp, entropy, lse, sum_sq_probs, normaliser
