@@ -15,7 +15,7 @@ from crest_bench.contract import CROSS_ENTROPY, ONE_ADVANTAGE, PPO, PRODUCTS, Ou
 from crest_bench.linear_rows import Row, append_rows, latest, load_rows
 from crest_bench.linear_tables import case_tables, growth_table
 from crest_bench.measure import Times, call, spread
-from crest_bench.plot import draw
+from crest_bench.plot import _label, _order, _ratio, axis_end, draw
 from crest_bench.providers import FLOORS, PROVIDERS
 from rich.console import Console
 from typer.testing import CliRunner
@@ -238,6 +238,25 @@ def test_figures_are_drawn_from_rows(tmp_path):
     ]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in out.iterdir())
     assert draw(load_rows(path)[-1:], out) == []
+
+
+def test_figures_name_what_they_mark_cut_and_leave_out(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("crest_bench.plot._bars", lambda rows, *texts: drawn.append((rows, texts)))
+    rows = [row(provider=name, ratio_to_floor=1.5) for name in ("crest", "eager", "trl")]
+    draw(rows, tmp_path, ["trl", "liger"])
+    ((kept, texts),) = drawn
+    assert [each.provider for each in kept] == ["crest", "eager"] and "Left out: trl." in texts[-2]
+    assert _label(row()) == "eager\nkeeps all logits, entropy without gradient"
+    peer = row(provider="liger", full_logits="False", entropy="False", objective=ONE_ADVANTAGE)
+    assert _label(peer) == "liger\nonly one advantage, no entropy"
+    assert _label(row(provider="crest", full_logits="False", entropy_gradient="True")) == "crest"
+    # Geometric means: 2 (of 1 and 4) before 2.1.
+    means = [row(ratio_to_floor=2.1), row(provider="trl", ratio_to_floor=1), row(provider="trl", ratio_to_floor=4)]
+    assert _order(means, _ratio) == ["trl", "eager"]
+    assert axis_end({"a": 2.0, "b": 4.0}) == pytest.approx(4.8)
+    assert axis_end({"a": 2.0, "b": 4.1}) == pytest.approx(2.4)
+    assert axis_end({"a": 3.0}) == pytest.approx(3.6)
 
 
 def test_a_figure_is_of_one_machine(tmp_path, monkeypatch):
