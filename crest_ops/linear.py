@@ -232,8 +232,7 @@ def linear_token_stats_op(
             at = here if rows is None else rows[here]
             normaliser[:, at] = normaliser_R
             for output_N, output_R in zip(outputs_N, found, strict=True):
-                if len(output_R) == len(hidden_RH):
-                    output_N[at] = output_R
+                output_N[at] = output_R
     if group:
         *outputs_N, normaliser = combine_shards(
             target_N, *outputs_N, normaliser, temperature, num_columns, logit_scale, softcap, backend, group
