@@ -2,20 +2,24 @@
 
 import csv
 import math
+import shutil
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from crest_bench import linear_measure, measure
+from crest_bench import environment, linear_measure, measure
 from crest_bench.accuracy import errors, exact
 from crest_bench.cases import Case, Head, make_inputs, policy_mask, policy_tokens
 from crest_bench.cli import app
-from crest_bench.contract import CROSS_ENTROPY, ONE_ADVANTAGE, PPO, PRODUCTS, Output, Provider
+from crest_bench.contract import CROSS_ENTROPY, PPO, PRODUCTS, Output, Provider
 from crest_bench.linear_rows import Row, append_rows, latest, load_rows
 from crest_bench.linear_tables import case_tables, growth_table
 from crest_bench.measure import Times, call, spread
-from crest_bench.plot import _label, _order, _ratio, axis_end, draw
+from crest_bench.plot import GIB, _gib, _label, _order, _ratio, axis_end, draw
 from crest_bench.providers import FLOORS, PROVIDERS
 from rich.console import Console
 from typer.testing import CliRunner
@@ -70,7 +74,7 @@ def reference(inputs, objective):
     if objective == CROSS_ENTROPY:
         loss = -logp.sum() / len(logp)
     else:
-        credit = 1.0 if objective == ONE_ADVANTAGE else inputs.credit[at].double()
+        credit = inputs.credit[at].double()
         ratio = torch.exp(logp - inputs.old_logp[at].double())
         loss = -torch.min(ratio * credit, ratio.clip(0.8, 1.28) * credit).sum() / len(logp)
     return loss, logp, -(log_p.exp() * log_p).sum(-1), torch.autograd.grad(loss, (hidden, weight))
@@ -102,7 +106,7 @@ def test_provider_computes_what_it_says(name, inputs):
         assert output.entropy.requires_grad
 
 
-@pytest.mark.parametrize("objective", [PPO, ONE_ADVANTAGE, CROSS_ENTROPY])
+@pytest.mark.parametrize("objective", [PPO, CROSS_ENTROPY])
 def test_errors_are_taken_against_float64(objective, inputs, monkeypatch):
     monkeypatch.setattr("crest_bench.accuracy.CHUNK_ELEMENTS", 5 * 64)  # 5 rows of 12 at a time
     wanted = exact(inputs, objective)
@@ -143,9 +147,10 @@ def test_a_provider_that_fails_is_recorded_and_the_others_go_on(monkeypatch):
     monkeypatch.setitem(PROVIDERS, "broken", Provider("broken", lambda: fails, "torch"))
     seen = []
     names = ["broken", "eager"]
-    rows = linear_measure.measure_case(
-        TINY, "cpu", ["speed", "error"], ["full"], names, 2, ENVIRONMENT, seen.append
-    )  # fmt: skip
+    parts = linear_measure.measure_case(TINY, "cpu", ["speed", "error"], ["full"], names, 2, ENVIRONMENT, seen.append)
+    rows = list(next(parts))
+    assert len(seen) == 3 * 4  # the rows of speed are there before errors are looked at
+    rows += next(parts)
     assert len(seen) == linear_measure.steps(["speed", "error"], names, 2) == 3 * 4 + 2
     broken = [row for row in rows if row.provider == "broken"]
     assert [(row.metric, row.value) for row in broken] == [("seconds", ""), ("logp_error", "")]
@@ -195,13 +200,47 @@ def test_rows_are_appended_whole(tmp_path):
         ("eager", "0.5", "1.5", ""), ("eager", "0.25", "", ""), ("trl", "", "", "failed: X: a, b"),
     ]  # fmt: skip
     assert [(r.provider, r.value) for r in latest(found)] == [("eager", "0.25"), ("trl", "")]
-    assert [file.name for file in path.parent.iterdir()] == ["linear.csv"]
+    assert {file.name for file in path.parent.iterdir()} <= {"linear.csv", ".linear.csv.lock"}
+
+
+def test_writers_at_once_lose_nothing(tmp_path):
+    path = tmp_path / "linear.csv"
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda at: append_rows([row(value=at)], path), range(40)))
+    assert sorted(int(found.value) for found in load_rows(path)) == list(range(40))
+
+
+def test_a_link_is_written_through(tmp_path):
+    link, target = tmp_path / "link.csv", tmp_path / "elsewhere" / "target.csv"
+    target.parent.mkdir()
+    append_rows([row()], target)
+    link.symlink_to(target)
+    append_rows([row()], link)
+    assert link.is_symlink() and len(load_rows(target)) == 2
+
+
+@pytest.mark.parametrize(("damage", "fields"), [("short,row\n", 2), ("1," * 29 + "1\n", 30), ("\n", 0)])
+def test_a_damaged_row_is_named_before_anything_is_measured(damage, fields, tmp_path):
+    path = tmp_path / "linear.csv"
+    append_rows([row()], path)
+    text = path.read_text() + damage
+    path.write_text(text)
+    done = CliRunner().invoke(app, ["run", "--csv", str(path)], env={"COLUMNS": "400"})
+    assert done.exit_code == 2 and f"linear.csv:3 has {fields} fields, want 29" in done.output
+    assert path.read_text() == text
+
+
+def test_a_csv_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    for command in ("run", "codegen"):
+        done = CliRunner().invoke(app, [command, "--csv", str(tmp_path / "file" / "a.csv")], env={"COLUMNS": "400"})
+        assert done.exit_code == 2 and "cannot be written" in done.output
 
 
 def test_other_columns_are_refused_and_left_alone(tmp_path):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="has the columns a, b, want timestamp, commit"):
+    with pytest.raises(ValueError, match="other.csv:1 has the columns a, b, want timestamp, commit"):
         append_rows([row()], path)
     assert path.read_text() == "a,b\n1,2\n"
 
@@ -248,8 +287,8 @@ def test_figures_name_what_they_mark_cut_and_leave_out(tmp_path, monkeypatch):
     ((kept, texts),) = drawn
     assert [each.provider for each in kept] == ["crest", "eager"] and "Left out: trl." in texts[-2]
     assert _label(row()) == "eager\nkeeps all logits, entropy without gradient"
-    peer = row(provider="liger", full_logits="False", entropy="False", objective=ONE_ADVANTAGE)
-    assert _label(peer) == "liger\nonly one advantage, no entropy"
+    peer = row(provider="liger", full_logits="False", entropy="False", objective=CROSS_ENTROPY)
+    assert _label(peer) == "liger\nonly cross-entropy, no entropy"
     assert _label(row(provider="crest", full_logits="False", entropy_gradient="True")) == "crest"
     # Geometric means: 2 (of 1 and 4) before 2.1.
     means = [row(ratio_to_floor=2.1), row(provider="trl", ratio_to_floor=1), row(provider="trl", ratio_to_floor=4)]
@@ -267,6 +306,44 @@ def test_a_figure_is_of_one_machine(tmp_path, monkeypatch):
     )
     draw([new, old, row(threads=1, provider="trl", ratio_to_floor=2.0)], tmp_path)
     assert drawn == [new]
+    # Memory of one thread, newer still, takes no figure of speed away.
+    memory = row(threads=1, metric="memory_peak", value=5, timestamp="2026-02-01T00:00:00+00:00")
+    drawn.clear()
+    draw([new, old, memory], tmp_path)
+    assert drawn == [new, memory]
+
+
+def test_figures_name_the_commits_they_mix(tmp_path, monkeypatch):
+    captions = []
+    monkeypatch.setattr("crest_bench.plot._bars", lambda *given: captions.append(given[-2]))
+    later = row(provider="trl", commit="def", timestamp="2026-02-01T00:00:00+00:00", ratio_to_floor=1.5)
+    draw([later, row(ratio_to_floor=1.5)], tmp_path)
+    draw([later], tmp_path)
+    assert "Commits abc, def." in captions[0] and "Commit def." in captions[1]
+
+
+def test_ratios_below_one_and_zeros_are_drawn(tmp_path):
+    assert axis_end({"a": 0.0}) == 1.0 and axis_end({"a": 0.0, "b": 3.0}) == pytest.approx(3.6)
+    assert _order([row(value=GIB), row(provider="trl", value=0)], _gib) == ["trl", "eager"]
+    figures = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self))
+        patch.setattr("pathlib.Path.replace", lambda *_: None)
+        draw([row(ratio_to_floor=0.5), row(provider="trl", ratio_to_floor=0.8)], tmp_path)
+    (panel,) = figures[0].axes
+    assert panel.get_xlim() == (0, 1.1)
+    assert [(bar.get_x(), bar.get_width()) for bar in panel.patches] == [(0, 0.5), (0, 0.8)]
+
+
+@pytest.mark.parametrize("option", ["--head", "--tokens", "--leave-out"])
+def test_plot_refuses_what_is_not_in_the_rows(option, tmp_path):
+    path = tmp_path / "linear.csv"
+    append_rows([row(ratio_to_floor=1.5)], path)
+    arguments = ["plot", "--csv", str(path), "--out", str(tmp_path), option, "99"]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and f"{option}" in done.output and "found 99" in done.output
+    append_rows([row(metric="logp_error")], other := tmp_path / "other.csv")
+    assert CliRunner().invoke(app, ["plot", "--csv", str(other)]).exit_code == 1
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -295,6 +372,36 @@ def test_bad_options_are_refused_by_name(arguments, said, tmp_path, monkeypatch)
     assert all(word in done.output for word in said), done.output
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_says_so():
+    done = CliRunner().invoke(app, ["run", "--device", "cuda"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and "torch sees no GPU" in done.output
+
+
+@pytest.mark.parametrize("command", ["codegen", "traffic", "roofline"])
+def test_without_triton_one_line_says_so(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("crest_bench.command.find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [command])
+    assert done.exit_code == 1 and "needs Triton" in done.output and not list(tmp_path.iterdir())
+
+
+def test_results_and_commit_are_of_the_checkout_that_holds_the_package(tmp_path):
+    here = Path(environment.__file__).parent
+    assert environment.results() == here.parent / "results"
+    # A copy installed into some other repository has neither.
+    installed = tmp_path / "site-packages" / "crest_bench"
+    installed.mkdir(parents=True)
+    for name in ("__init__.py", "environment.py"):
+        shutil.copy(here / name, installed)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    program = "from crest_bench import environment as e; print([e.__file__, e.commit(), str(e.results())])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=installed.parent, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str([str(installed / "environment.py"), "", "."])
+
+
 def test_run_appends_what_it_prints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "linear.csv"
@@ -303,6 +410,7 @@ def test_run_appends_what_it_prints(tmp_path, monkeypatch):
     for _ in range(2):
         done = CliRunner().invoke(app, [*arguments, "--device", "cpu", "--repeats", "1", "--csv", str(path)])
         assert done.exit_code == 0, done.output
+    assert done.output.count("h16-v64 8/32 float32") == 1  # progress, where there is no terminal
     assert "h16-v64: 8 policy tokens of 32" in done.output and "Growth with tokens" in done.output
     rows = list(csv.DictReader(path.open(newline="")))
     assert len(rows) == 2 * 2 * (3 * 3 + 4)  # runs, cases, modes of three providers and errors of one

@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import json
 import math
 import os
 import subprocess
@@ -38,6 +39,27 @@ def test_errors_are_seen():
     assert (found.status, found.value) == ("FAIL", 2.0)
     for wrong in ([1.0, 0.0, 0.0], [1.0, -math.inf, math.nan]):
         assert gpu_checks.worst((torch.tensor(wrong), exact, 1.0)).status == "FAIL"
+
+
+def test_rows_are_appended_under_the_run_they_are_of(tmp_path):
+    for name in "ab":
+        Writer(tmp_path / "gpu.csv").write(Row("offsets", name, "PASS"))
+    with (tmp_path / "gpu.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == ["a", "b"] and all(row["timestamp"] for row in rows)
+    (tmp_path / "other.csv").write_text("a,b\n")
+    with pytest.raises(ValueError, match="other.csv has the columns a, b, want timestamp, commit, stage"):
+        Writer(tmp_path / "other.csv")
+
+
+def test_a_dry_run_measures_nothing(monkeypatch, capsys):
+    found = [Found("MEASURED", 1.5, "ms", "3 TB/s", "x"), Found("PASS", 0.5, name="y"), Found("LEFT OUT", name="z")]
+    monkeypatch.setattr(gpu, "checks_of", lambda *_: [gpu.Check("all", lambda: found)])
+    gpu.run_stage("speed", TINY, 0)
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [(row["name"], row["status"], row["value"], row["detail"]) for row in rows] == [
+        ("x", "DRY RUN", None, ""), ("y", "PASS", 0.5, ""), ("z", "LEFT OUT", None, ""),
+    ]  # fmt: skip
 
 
 FAKE_STAGE = """

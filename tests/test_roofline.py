@@ -1,9 +1,11 @@
 """Predictions on numbers worked by hand."""
 
 import csv
+from dataclasses import fields
 
 import pytest
 from crest_bench.cli import app
+from crest_bench.codegen import Count
 from crest_bench.roofline import (
     DEVICES,
     Device,
@@ -14,6 +16,8 @@ from crest_bench.roofline import (
     predict_kernels,
     product_times,
 )
+from crest_bench.rows_file import write_rows
+from crest_bench.traffic import Traffic
 from typer.testing import CliRunner
 
 # 10 units at 1 GHz: 1e10 * 4 = 4e10 instructions and 1e10 * 2 = 2e10 exponentials a second; 1e11 bytes a second.
@@ -141,14 +145,18 @@ def test_heads_of_the_fused_kernel():
 def test_command(tmp_path):
     run = CliRunner().invoke(app, ["roofline", "--results", str(tmp_path)])
     assert run.exit_code == 2 and "crest-bench codegen" in run.output
-    for name, row in (("codegen", loop(8, 1)), ("traffic", moved("token_stats", "logits", 2, 0, 0))):
-        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, row)
-            writer.writeheader()
-            writer.writerow(row)
+    for name, kind, row in (
+        ("codegen", Count, loop(8, 1)), ("traffic", Traffic, moved("token_stats", "logits", 2, 0, 0)),
+    ):  # fmt: skip
+        write_rows(
+            [kind(**(dict.fromkeys((field.name for field in fields(kind)), "") | row))], tmp_path / f"{name}.csv"
+        )
     run = CliRunner().invoke(app, ["roofline", "--results", str(tmp_path)])
     assert run.exit_code == 0 and "PREDICTION, not a measurement" in run.output
     with (tmp_path / "roofline.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["device"] for row in rows] == ["H100", "H200"]
     assert {row["kind"] for row in rows} == {"prediction, not a measurement"}
+    (tmp_path / "traffic.csv").write_text("a,b\n1,2\n")
+    run = CliRunner().invoke(app, ["roofline", "--results", str(tmp_path)], env={"COLUMNS": "400"})
+    assert run.exit_code == 2 and "traffic.csv:1 has the columns a, b" in run.output

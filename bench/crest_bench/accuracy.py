@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from crest_bench.cases import Inputs
-from crest_bench.contract import CROSS_ENTROPY, ONE_ADVANTAGE, Output, ppo_loss
+from crest_bench.contract import CROSS_ENTROPY, Output, ppo_loss
 
 CHUNK_ELEMENTS = 1 << 23  # of float64 logits
 
@@ -35,7 +35,7 @@ def exact(inputs: Inputs, objective: str) -> Exact:
         inputs.old_logp[at].double(),
         inputs.token_weight[at].double(),
     )
-    credit_R = torch.ones_like(old_R) if objective == ONE_ADVANTAGE else inputs.credit[at].double()
+    credit_R = inputs.credit[at].double()
     chunks = range(0, targets_R.numel(), rows := max(1, CHUNK_ELEMENTS // weight_VH.shape[0]))
 
     logp_R, entropy_R = torch.empty_like(old_R), torch.empty_like(old_R)

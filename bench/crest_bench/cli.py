@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
+from crest_bench.command import RESULTS_HELP, need_triton, need_writable, progress, say_written
+from crest_bench.environment import results
 from crest_bench.plot import plot
 from crest_bench.roofline_cli import roofline, traffic
 from crest_bench.run import run
@@ -19,10 +20,7 @@ from crest_bench.run import run
 if TYPE_CHECKING:
     from crest_bench.codegen import Count
 
-RESULTS = Path("bench/results/codegen.csv")  # seen from the repository's root
-
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-messages = Console(stderr=True)
 
 
 app.command()(run)
@@ -41,10 +39,11 @@ def codegen(
     target: Annotated[list[str] | None, typer.Option(help="Compile for this target only; may be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     csv: Annotated[
-        Path | None, typer.Option(dir_okay=False, help=f"Write here; default {RESULTS}, where that folder is.")
+        Path | None, typer.Option(dir_okay=False, help=f"Write here; default codegen.csv in {RESULTS_HELP}.")
     ] = None,
 ) -> None:
     """Count what the vocabulary kernels issue per bf16 logit, in machine code compiled offline. No GPU is needed."""
+    need_triton()
     os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it when imported; interpreted kernels cannot be compiled
     from crest_bench import codegen as report
     from crest_bench.peers import installed
@@ -53,16 +52,20 @@ def codegen(
     if unknown := sorted(set(targets) - set(report.TARGETS)):
         message = f"found {', '.join(unknown)}, wanted some of {', '.join(report.TARGETS)}"
         raise typer.BadParameter(message, param_hint="--target")
+    path = csv or results() / "codegen.csv"
+    need_writable(path, report.Count, "--csv")
     jobs = [(kernel, name) for kernel in report.KERNELS + installed() for name in targets]
-    rows = [row for job in track(jobs, "Compiling", console=messages, transient=True) for row in report.count(*job)]
+    rows = []
+    with progress(len(jobs)) as step:
+        for kernel, name in jobs:
+            rows += report.count(kernel, name)
+            step(f"{kernel.package} {kernel.name}", name)
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
         Console(width=None if sys.stdout.isatty() else 140).print(_table(rows))
-    path = csv or (RESULTS if RESULTS.parent.is_dir() else None)
-    if path:
-        report.write_csv(rows, path)
-        messages.print(f"Wrote {path}")
+    report.write_csv(rows, path)
+    say_written(path)
 
 
 def _table(rows: list["Count"]) -> Table:

@@ -4,13 +4,11 @@ Triton compiles for any target without a driver, and its wheel ships NVIDIA's di
 compiled as its launcher would for aligned bf16 logits, and the loops that read the vocabulary are counted.
 """
 
-import csv
-import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from crest_bench.machine_code import GCN, SASS, Body, bodies
+from crest_bench.rows_file import read_rows, write_rows
 
 TARGETS = MappingProxyType(
     {f"sm_{capability}": GPUTarget("cuda", capability, 32) for capability in (80, 90, 100)}
@@ -162,22 +161,17 @@ def _read_gcn(listing: str) -> tuple[list[Body], int, int]:
 
 
 def write_csv(rows: Iterable[Count], path: Path) -> None:
-    """Write rows, whole or not at all. Rows already there stay unless package, target and Triton are the same."""
-    new = [{name: str(value) for name, value in asdict(row).items()} for row in rows]
+    """Write rows, whole or not at all. Rows already there stay unless package, target and Triton are the same.
+
+    Raises ValueError with file and line where the file is damaged or of other columns.
+    """
+    new = [asdict(row) for row in rows]
     key = ("package", "target", "triton")
     replaced = {tuple(row[name] for name in key) for row in new}
-    kept = []
-    if path.exists():
-        with path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if tuple(row.get(name) for name in key) not in replaced]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("w", newline="") as file:
-        names = [field.name for field in fields(Count)]
-        writer = csv.DictWriter(file, names, lineterminator="\n", extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(sorted(kept + new, key=lambda row: (row["package"] != OURS, row["package"], row["target"])))
-    partial.replace(path)
+    before = read_rows(path, Count) if path.exists() else []
+    kept = [row for row in before if tuple(row[name] for name in key) not in replaced]
+    found = sorted(kept + new, key=lambda row: (row["package"] != OURS, row["package"], row["target"]))
+    write_rows([Count(**row) for row in found], path)
 
 
 _TYPES = {

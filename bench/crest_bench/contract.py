@@ -16,7 +16,7 @@ from crest_bench.cases import Inputs
 from crest_bench.environment import installed_version
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-PPO, ONE_ADVANTAGE, CROSS_ENTROPY, PRODUCTS = "ppo", "ppo, one advantage", "cross-entropy", "products"
+PPO, CROSS_ENTROPY, PRODUCTS = "ppo", "cross-entropy", "products"
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +33,9 @@ class Provider:
     """What one provider computes, as it says itself.
 
     load: imports what is needed (ImportError, AttributeError where it is missing) and gives the function to measure.
-    package: the distribution it comes from. objective: PPO with a credit per token; ONE_ADVANTAGE, the same with one
-    advantage for all tokens (1 here); CROSS_ENTROPY, the mean negative log-prob without ratio and credit; PRODUCTS,
-    nothing but the matrix products. entropy: the value is given; entropy_gradient: and differentiable. full_logits:
-    something of size [R, V] is kept. cuda_only: it has no CPU path.
+    package: the distribution it comes from. objective: PPO with a credit per token; CROSS_ENTROPY, the mean
+    negative log-prob without ratio and credit; PRODUCTS, nothing but the matrix products. entropy: the value is given;
+    entropy_gradient: and differentiable. full_logits: something of size [R, V] is kept. cuda_only: it has no CPU path.
     """
 
     name: str

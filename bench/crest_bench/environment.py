@@ -5,6 +5,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+_HERE = Path(__file__).resolve().parent
 PACKAGES = ("trl", "liger-kernel", "cut-cross-entropy", "transformers")
 
 
@@ -41,17 +42,30 @@ def processor_name() -> str:
     return names[0] if names else platform.processor()
 
 
+def checkout() -> Path | None:
+    """The root of the checkout that this package lies in; None where it is installed apart from one."""
+    root = _HERE.parents[1]
+    return root if _HERE == root / "bench" / "crest_bench" and (root / "pyproject.toml").is_file() else None
+
+
+def results() -> Path:
+    """bench/results of that checkout, else the current folder."""
+    root = checkout()
+    return root / "bench" / "results" if root else Path()
+
+
 def commit() -> str:
-    """The short commit, "+changes" where tracked files besides results differ; empty outside a checkout."""
-    here = Path(__file__).resolve().parent
+    """The short commit of that checkout, "+changes" where tracked files besides results differ; else empty."""
     try:
-        head = _git(here, "rev-parse", "--short=10", "HEAD")
-        changed = _git(here.parent.parent, "status", "--porcelain", "-uno", "--", ".", ":(exclude)*/results/*")
+        if Path(_git("rev-parse", "--show-toplevel")).resolve() != checkout():
+            return ""
+        head = _git("rev-parse", "--short=10", "HEAD")
+        changed = _git("status", "--porcelain", "-uno", "--", ":/", ":(exclude,top)*/results/*")
     except (OSError, subprocess.CalledProcessError):
         return ""
     return head + ("+changes" if changed else "")
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=_HERE, capture_output=True, text=True, check=True)
     return done.stdout.strip()

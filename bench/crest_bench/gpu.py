@@ -18,8 +18,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
+
+from crest_bench.environment import commit, results
 
 # Stage -> (seconds, module, function that gives its checks); 460 seconds in all. What a stage leaves, the next may use.
 STAGES = {
@@ -29,14 +32,16 @@ STAGES = {
     "linear": (60, "gpu_linear", "linear"),
     "speed": (150, "gpu_speed", "speed"),
 }
-RESULTS = "bench/results"
+DRY_RUN_SECONDS = 1200  # of every stage: Triton's interpreter on a slow machine
 RESTARTS = 5  # of a stage whose process died
-STATUSES = ("PASS", "FAIL", "MEASURED", "LEFT OUT")
+STATUSES = ("PASS", "FAIL", "MEASURED", "LEFT OUT", "DRY RUN")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of gpu.csv. value: of a PASS or FAIL the largest error over its tolerance, else what was measured."""
+    """What one check gave. value: of a PASS or FAIL the largest error over its tolerance, else what was measured; a dry
+    run measures nothing.
+    """
 
     stage: str
     name: str
@@ -106,6 +111,8 @@ def run_stage(stage: str, setting: Setting, start: int) -> None:
         except Exception as error:
             found = Found("FAIL", detail=f"{type(error).__name__}: {error}"[:300])
         found = found if isinstance(found, list) else [found]
+        if setting.tiny:
+            found = [Found("DRY RUN", name=one.name) if one.status == "MEASURED" else one for one in found]
         rows = [
             Row(stage, one.name or check.name, one.status, one.value, one.unit, one.detail, **where) for one in found
         ]
@@ -126,17 +133,27 @@ def _device_is_lost() -> bool:
 
 
 class Writer:
-    """Appends rows to a CSV, each flushed at once, and keeps them for the summary."""
+    """Appends rows to a CSV, each flushed at once, under the time and commit of this run; keeps them for the summary.
+
+    Raises ValueError if the file has other columns.
+    """
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", newline="")
-        self._writer = csv.DictWriter(self._file, [field.name for field in fields(Row)], lineterminator="\n")
-        self._writer.writeheader()
+        self._run = {"timestamp": datetime.now(timezone.utc).isoformat(timespec="seconds"), "commit": commit()}
+        columns = [*self._run, *(field.name for field in fields(Row))]
+        if path.exists() and path.stat().st_size:
+            with path.open(newline="") as file:
+                if (found := next(csv.reader(file))) != columns:
+                    raise ValueError(f"{path} has the columns {', '.join(found)}, want {', '.join(columns)}")
+        self._file = path.open("a", newline="")
+        self._writer = csv.DictWriter(self._file, columns, lineterminator="\n")
+        if not path.stat().st_size:
+            self._writer.writeheader()
         self.rows: list[Row] = []
 
     def write(self, row: Row) -> None:
-        self._writer.writerow(asdict(row))
+        self._writer.writerow(self._run | asdict(row))
         self._file.flush()
         self.rows.append(row)
         print(row.line(), flush=True)
@@ -234,11 +251,14 @@ def main() -> None:
     if options.stage:
         run_stage(options.stage, setting, options.start)
         return
-    folder = options.out or Path(os.environ.get("OUT") or (tempfile.mkdtemp() if options.dry_run else RESULTS))
+    folder = options.out or Path(os.environ.get("OUT") or (tempfile.mkdtemp() if options.dry_run else results()))
     began = deadline = time.monotonic()
-    writer = Writer(folder / "gpu.csv")
+    try:
+        writer = Writer(folder / "gpu.csv")
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
     for stage in options.only or STAGES:
-        deadline += STAGES[stage][0]
+        deadline += DRY_RUN_SECONDS if options.dry_run else STAGES[stage][0]
         watch_stage(stage, setting, deadline, writer)
     text = summary(writer.rows, time.monotonic() - began)
     (folder / "gpu.txt").write_text(text)

@@ -34,57 +34,30 @@ def measure_case(
     repeats: int,
     environment: Mapping[str, str | int],
     step: Step,
-) -> list[Row]:
-    """Rows of the wanted metrics, speed first. The floors take part in every speed measurement."""
-    found: list[Row] = []
+) -> Iterator[list[Row]]:
+    """The rows of each wanted metric as it is done, speed first. The floors take part in every speed measurement."""
 
-    def add(name: str, metric: str, mode: str, value: float | str, unit: str, **more) -> None:
+    def row(name: str, metric: str, mode: str, value: float | str, unit: str, **more) -> Row:
         provider = PROVIDERS[name]
-        found.append(
-            Row(
-                timestamp=now(),
-                **environment,
-                head=case.head.name,
-                hidden=case.head.hidden,
-                vocabulary=case.head.vocabulary,
-                tokens=case.tokens,
-                policy_share=round(case.share, 3),
-                policy_tokens=case.policy_tokens,
-                dtype=case.dtype,
-                provider=name,
-                provider_version=installed_version(provider.package),
-                objective=provider.objective,
-                entropy=provider.entropy,
-                entropy_gradient=provider.entropy_gradient,
-                full_logits=provider.full_logits,
-                mode=mode,
-                metric=metric,
-                value=value,
-                unit=unit,
-                **more,
-            )  # fmt: skip
-        )
+        return Row(
+            timestamp=now(), **environment, head=case.head.name, hidden=case.head.hidden,
+            vocabulary=case.head.vocabulary, tokens=case.tokens, policy_share=round(case.share, 3),
+            policy_tokens=case.policy_tokens, dtype=case.dtype, provider=name,
+            provider_version=installed_version(provider.package), objective=provider.objective,
+            entropy=provider.entropy, entropy_gradient=provider.entropy_gradient, full_logits=provider.full_logits,
+            mode=mode, metric=metric, value=value, unit=unit, **more,
+        )  # fmt: skip
 
     if "speed" in metrics or "error" in metrics:
         inputs = make_inputs(case, device)
         if "speed" in metrics:
-            for name, mode, figures in _speed(inputs, providers, modes, repeats, step):
-                add(name, "seconds", mode, **figures)
+            figures = _speed(inputs, providers, modes, repeats, step)
+            yield [row(name, "seconds", mode, **more) for name, mode, more in figures]
         if "error" in metrics:
-            for name, metric, figures in _errors(inputs, providers, step):
-                add(name, metric, "full", **figures)
+            yield [row(name, metric, "full", **more) for name, metric, more in _errors(inputs, providers, step)]
         del inputs
     if "memory" in metrics:
-        for name in providers:
-            try:
-                held = memory(name, case, device)
-            except RuntimeError as error:
-                add(name, "memory_peak", "full", "", "byte", notes=_failure(error))
-            else:
-                add(name, "memory_peak", "full", held["peak"], "byte")
-                add(name, "memory_gradients", "full", held["gradients"], "byte")
-            step(name)
-    return found
+        yield [row(name, metric, "full", **more) for name, metric, more in _memory(case, device, providers, step)]
 
 
 def _speed(
@@ -118,6 +91,18 @@ def _errors(inputs: Inputs, providers: Sequence[str], step: Step) -> Iterator[tu
             else:
                 for metric, value in errors(output, gradients, inputs, references[objective]).items():
                     yield name, metric, {"value": value, "unit": "1" if "grad" in metric else "nat"}
+        step(name)
+
+
+def _memory(case: Case, device: str, providers: Sequence[str], step: Step) -> Iterator[tuple[str, str, dict]]:
+    for name in providers:
+        try:
+            held = memory(name, case, device)
+        except RuntimeError as error:
+            yield name, "memory_peak", {"value": "", "unit": "byte", "notes": _failure(error)}
+        else:
+            yield name, "memory_peak", {"value": held["peak"], "unit": "byte"}
+            yield name, "memory_gradients", {"value": held["gradients"], "unit": "byte"}
         step(name)
 
 

@@ -1,9 +1,11 @@
 """The long-format table of linear-loss measurements: one row per case, provider, mode and metric."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+
+from filelock import FileLock
 
 from crest_bench.rows_file import read_rows, write_rows
 
@@ -59,17 +61,16 @@ def now() -> str:
 
 
 def append_rows(rows: Sequence[Row], path: Path) -> None:
-    """Add rows at the end; the file is replaced whole. Raises ValueError if it has other columns."""
-    write_rows([*load_rows(path), *rows] if path.exists() else rows, path)
+    """Add rows at the end; the file is replaced whole, by one writer at a time. Raises as `load_rows`."""
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        write_rows([*load_rows(path), *rows] if path.exists() else rows, path)
 
 
 def load_rows(path: Path) -> list[Row]:
-    """All rows, as text. Raises ValueError if the file has other columns than Row."""
-    found = read_rows(path)
-    wanted = [field.name for field in fields(Row)]
-    if found and list(found[0]) != wanted:
-        raise ValueError(f"{path} has the columns {', '.join(map(str, found[0]))}, want {', '.join(wanted)}")
-    return [Row(**row) for row in found]
+    """All rows, as text. Raises ValueError with file and line for other columns or a damaged row."""
+    return [Row(**row) for row in read_rows(path, Row)]
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:

@@ -16,7 +16,6 @@ from crest_bench.contract import (
     CLIP_HIGH,
     CLIP_LOW,
     CROSS_ENTROPY,
-    ONE_ADVANTAGE,
     PRODUCTS,
     Output,
     Provider,
@@ -118,21 +117,27 @@ def _trl() -> Callable[[Inputs], Output]:
     return run
 
 
-def _liger() -> Callable[[Inputs], Output]:
-    """The policy rows as one sequence, which costs it least; its advantages are per sequence, so here 1 for all."""
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+def _liger(chunk: int) -> Callable[[], Callable[[Inputs], Output]]:
+    """Every policy row as a sequence of its own: advantages and chunks, of `chunk` sequences, are by sequence."""
 
-    loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH)
+    def load() -> Callable[[Inputs], Output]:
+        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    def run(inputs: Inputs) -> Output:
-        at = inputs.mask
-        value, _ = loss(
-            inputs.hidden[at][None], inputs.head_weight, inputs.targets[at][None], inputs.mask[at][None],
-            inputs.hidden.new_ones(1, dtype=torch.float32), old_per_token_logps=inputs.old_logp[at][None],
-        )  # fmt: skip
-        return Output(value)
+        loss = LigerFusedLinearGRPOLoss(
+            beta=0.0, use_ref_model=False, epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH, chunk_size=chunk
+        )
 
-    return run
+        def run(inputs: Inputs) -> Output:
+            at = inputs.mask
+            value, _ = loss(
+                inputs.hidden[at][:, None], inputs.head_weight, inputs.targets[at][:, None], inputs.mask[at][:, None],
+                inputs.credit[at], old_per_token_logps=inputs.old_logp[at][:, None],
+            )  # fmt: skip
+            return Output(value)
+
+        return run
+
+    return load
 
 
 def _lce_options():
@@ -182,6 +187,7 @@ def _cce(implementation: str) -> Callable[[], Callable[[Inputs], Output]]:
 
 
 FLOOR_CHUNKS = (256, 512)  # rows; the floor is the faster one
+LIGER_ONE_CHUNK = 1 << 30  # its fastest; it still works on tiles of 2048 rows by 4096 columns
 PROVIDERS = {
     provider.name: provider
     for provider in (
@@ -190,7 +196,8 @@ PROVIDERS = {
         Provider("eager", _eager, "torch", entropy=True, full_logits=True),
         Provider("eager-all-rows", _eager_all_rows, "torch", entropy=True, full_logits=True),
         Provider("trl", _trl, "trl", entropy=True, entropy_gradient=True),
-        Provider("liger", _liger, "liger-kernel", ONE_ADVANTAGE),
+        Provider("liger", _liger(LIGER_ONE_CHUNK), "liger-kernel"),
+        Provider("liger-64", _liger(64), "liger-kernel"),
         Provider("torch-lce", _torch_lce, "torch"),
         Provider("torch-lce-mean", _torch_lce_mean, "torch", CROSS_ENTROPY),
         Provider("cce-compile", _cce("torch_compile"), "cut-cross-entropy", full_logits=True),

@@ -9,6 +9,11 @@ and as its exponentials need in the special-function units:
 The three are taken to overlap perfectly, and latency, launches, half-rate instructions and what DRAM loses to refresh
 are left out, so this is an upper bound: it shows which kernels cannot reach peak, not that the others do.
 
+What a launch reads again (the fused kernel, the JSD) counts as bytes from memory, in time and in the share, which is
+then of all that moves, unless it comes from the cache. It is taken to do so for the fused kernel where one row per
+multiprocessor fits the cache's whole nominal size; the launcher itself counts on half of that. The cache's bandwidth is
+in no term. The fused kernel's time is that of one vocabulary, V=151936, and stands for all heads.
+
 Datasheet figures, all dense, SXM or OAM form:
     A100 80GB: NVIDIA A100 datasheet (2,039 GB/s, 312 TFLOPS bf16) and GA100 whitepaper (108 SMs, 1,410 MHz, 40 MB L2).
     H100: NVIDIA H100 datasheet (3.35 TB/s, 989 TFLOPS) and GH100 whitepaper (132 SMs, 50 MB L2); 1,830 MHz is the clock

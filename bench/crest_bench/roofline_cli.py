@@ -7,23 +7,32 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from crest_bench.rows_file import read_rows, write_rows
+from crest_bench.command import RESULTS_HELP, messages, need_triton, need_writable, progress, rows_of, say_written
+from crest_bench.environment import results
+from crest_bench.rows_file import write_rows
 
-RESULTS = Path("bench/results")  # seen from the repository's root
-messages = Console(stderr=True)
-Folder = Annotated[Path, typer.Option(file_okay=False, help="Folder of the CSV files.")]
+Folder = Annotated[
+    Path | None,
+    typer.Option("--results", file_okay=False, help=f"Folder of the CSV files; default {RESULTS_HELP}."),
+]
 
 
-def traffic(results: Folder = RESULTS) -> None:
+def traffic(folder: Folder = None) -> None:
     """Count the bytes that the kernels read and write per bf16 logit, in Triton's interpreter. No GPU is needed."""
+    need_triton()
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when imported
     from crest_bench import traffic as report
 
+    path = (folder or results()) / "traffic.csv"
+    need_writable(path, report.Traffic, "--results")
     jobs = [(case, masked) for case in report.CASES for masked in report.MASKED_ROWS]
-    rows = [row for job in track(jobs, "Interpreting", console=messages, transient=True) for row in report.count(*job)]
+    rows = []
+    with progress(len(jobs)) as step:
+        for case, masked in jobs:
+            rows += report.count(case, masked)
+            step(case.kernel, f"{masked} masked")
     table = Table(
         title="Bytes per bf16 logit, from the kernels' own loads and stores",
         caption=f"V={report.VOCABULARY}, {report.NUM_ROWS} rows. again: read before in the same launch; policy_loss "
@@ -43,19 +52,24 @@ def traffic(results: Folder = RESULTS) -> None:
             f"{row.written:.4f}", row.times_read, row.times_written,
         )  # fmt: skip
     _print(table)
-    _write(rows, results / "traffic.csv")
+    _write(rows, path)
 
 
-def roofline(results: Folder = RESULTS) -> None:
+def roofline(folder: Folder = None) -> None:
     """Predict every kernel's share of peak memory bandwidth from codegen.csv and traffic.csv. Nothing is measured."""
+    need_triton()
     from crest_bench import roofline as report
+    from crest_bench.codegen import Count
+    from crest_bench.traffic import Traffic
 
-    for name in ("codegen", "traffic"):
-        if not (results / f"{name}.csv").exists():
-            raise typer.BadParameter(
-                f"{results / name}.csv is not there: run `crest-bench {name}`", param_hint="--results"
-            )
-    rows = list(report.predict_kernels(read_rows(results / "codegen.csv"), read_rows(results / "traffic.csv")))
+    folder = folder or results()
+    tables = []
+    for name, kind in (("codegen", Count), ("traffic", Traffic)):
+        if not (path := folder / f"{name}.csv").exists():
+            raise typer.BadParameter(f"{path} is not there: run `crest-bench {name}`", param_hint="--results")
+        tables.append(rows_of(path, kind, "--results"))
+    need_writable(folder / "roofline.csv", report.Prediction, "--results")
+    rows = list(report.predict_kernels(*tables))
     devices = [device.name for device in report.DEVICES]
     table = Table(
         title="PREDICTION, not a measurement: share of the datasheet's memory bandwidth, %",
@@ -87,8 +101,8 @@ def roofline(results: Folder = RESULTS) -> None:
         }
         table.add_row(name, *(cells.get(device, "") for device in devices))
     _print(table)
-    _write(rows, results / "roofline.csv")
-    _write(heads, results / "roofline_heads.csv")
+    _write(rows, folder / "roofline.csv")
+    _write(heads, folder / "roofline_heads.csv")
 
 
 def _columns(table: Table, first: str, devices: list[str]) -> None:
@@ -104,4 +118,6 @@ def _print(table: Table) -> None:
 def _write(rows: list, path: Path) -> None:
     if rows:
         write_rows(rows, path)
-        messages.print(f"Wrote {path}")
+        say_written(path)
+    else:
+        messages.print(f"No rows, so {path} is not written", markup=False, soft_wrap=True)

@@ -2,18 +2,18 @@
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from crest_bench.command import RESULTS_HELP, messages, need_writable, progress, say_written
+from crest_bench.environment import environment, results
 
 if TYPE_CHECKING:
     from crest_bench.cases import Case
-
-RESULTS = Path("bench/results")  # seen from the repository's root
-messages = Console(stderr=True)
 
 
 def run(
@@ -47,21 +47,22 @@ def run(
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda where there is one).")] = None,
     csv: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help=f"Append here; default {RESULTS}/linear_DEVICE.csv, if it is there."),
+        typer.Option(dir_okay=False, help=f"Append here; default linear_DEVICE.csv in {RESULTS_HELP}."),
     ] = None,
 ) -> None:
     """Measure speed, peak memory and error of the linear policy loss beside the peers, and append them to a CSV."""
     import torch
 
     from crest_bench.cases import DTYPES, HEADS, SHARES, Head
-    from crest_bench.environment import environment
     from crest_bench.linear_measure import METRICS, MODES, measure_case, steps
-    from crest_bench.linear_rows import append_rows, load_rows
+    from crest_bench.linear_rows import Row, append_rows
     from crest_bench.linear_tables import case_tables, growth_table
     from crest_bench.providers import PROVIDERS
 
     has_gpu = torch.cuda.is_available()
-    (device,) = chosen("--device", [device or ("cuda" if has_gpu else "cpu")], ["cpu", "cuda"] if has_gpu else ["cpu"])
+    (device,) = chosen("--device", [device or ("cuda" if has_gpu else "cpu")], ["cpu", "cuda"])
+    if device == "cuda" and not has_gpu:
+        raise typer.BadParameter("found cuda, but torch sees no GPU on this machine", param_hint="--device")
     metrics = chosen("--metric", metric or ["speed"], METRICS)
     modes = chosen("--mode", mode or MODES, MODES)
     dtypes = chosen("--dtype", dtype or DTYPES, DTYPES)
@@ -83,26 +84,16 @@ def run(
         raise typer.BadParameter("none of the providers is there", param_hint="--provider")
     if "memory" in metrics and device == "cpu" and not Path("/proc/self/clear_refs").exists():
         raise typer.BadParameter("memory on a CPU is read from Linux's /proc, which is not here", param_hint="--metric")
-    path = csv or (RESULTS / f"linear_{device}.csv" if RESULTS.is_dir() else None)
-    if path and path.exists():
-        try:
-            load_rows(path)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--csv") from None
+    path = csv or results() / f"linear_{device}.csv"
+    need_writable(path, Row, "--csv")
 
     rows, where = [], environment(device)
-    with _progress() as progress:
-        task = progress.add_task("", total=len(cases) * steps(metrics, present, repeats))
+    with progress(len(cases) * steps(metrics, present, repeats)) as step:
         for case in cases:
             title = f"{case.head.name} {case.policy_tokens}/{case.tokens} {case.dtype}"
-
-            def step(name: str, title=title) -> None:
-                progress.update(task, advance=1, description=f"{title} {name}")
-
-            found = measure_case(case, device, metrics, modes, present, repeats, where, step)
-            rows += found
-            if path:
+            for found in measure_case(case, device, metrics, modes, present, repeats, where, partial(step, title)):
                 append_rows(found, path)
+                rows += found
     output = Console(width=None if sys.stdout.isatty() else 180)
     for table in case_tables(rows):
         output.print(table)
@@ -110,8 +101,7 @@ def run(
         output.print(growth)
     for note in dict.fromkeys(f"{row.provider} {row.dtype}: {row.notes}" for row in rows if row.notes):
         messages.print(note, markup=False, soft_wrap=True)
-    if path:
-        messages.print(f"Added {len(rows)} rows to {path}")
+    say_written(path, f"Added {len(rows)} rows to")
 
 
 def chosen(option: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
@@ -142,10 +132,3 @@ def _cases(
             written = policy_tokens or [cases.policy_tokens(count, share) for share in shares]
             found += [cases.Case(head, count, policy, dtype) for dtype in dtypes for policy in dict.fromkeys(written)]
     return found
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=messages, transient=True,
-    )  # fmt: skip
