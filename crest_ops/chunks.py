@@ -12,6 +12,9 @@ ALIGN = 64  # logits; the distance of rows is a multiple of it, so that each sta
 ROWS = 128  # the tile of a matrix product: the rows of a chunk are a multiple of it where there are that many
 VOCABULARY_TILE = 8192  # columns of a product that goes through a buffer of its own
 MOVED_ROWS = 64  # rows that are moved at a time
+MAX_CHUNK_BYTES = 256 << 20
+# torch.addmm of narrow operands on CUDA takes a float32 sum from torch 2.10 on (pytorch #167931).
+ADDS_TO_WIDE = torch.__version__ >= (2, 10)
 
 
 def row_bytes(num_columns: int, logits_dtype: torch.dtype) -> int:
@@ -28,8 +31,13 @@ def chunk_rows(num_rows: int, num_columns: int, logits_dtype: torch.dtype, max_c
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which the gradient of a head's weight is handed on: float16 would overflow before the loss scale is known."""
+    """In which a gradient is handed on until backward knows its scale: float16 has not the range for it."""
     return torch.float32 if dtype == torch.float16 else dtype
+
+
+def default_logits_dtype(compute_dtype: torch.dtype) -> torch.dtype:
+    """In which a chunk is kept: the dtype of the operands, but float32 where that is float16 (range, again)."""
+    return gradient_dtype(compute_dtype)
 
 
 class ChunkedHead:
@@ -47,6 +55,8 @@ class ChunkedHead:
         self.hidden_NH, self.full_weight_VH, self.full_bias_V, self.rows = hidden_NH, weight_VH, bias_V, rows
         self.num_columns = num_columns
         self.weight_VH = weight_VH[:num_columns].to(compute_dtype)
+        if 1 not in self.weight_VH.stride():  # once, instead of in every product
+            self.weight_VH = self.weight_VH.contiguous()
         self.bias_V = None if bias_V is None else bias_V[:num_columns].to(logits_dtype)
         self.num_rows = len(hidden_NH) if rows is None else len(rows)
         self.size = chunk_rows(self.num_rows, num_columns, logits_dtype, max_chunk_bytes)
@@ -79,10 +89,11 @@ class ChunkedHead:
         """Make room for the gradients that are asked for; none of the others is computed."""
         compute_dtype = self.weight_VH.dtype
         wide = torch.promote_types(compute_dtype, torch.float32)
-        alike = compute_dtype == self.full_weight_VH.dtype == self.buffer_RV.dtype != torch.float16
+        alike = compute_dtype == self.full_weight_VH.dtype == self.buffer_RV.dtype
         once = alike and self.size >= self.num_rows
         if hidden:
-            self.grad_hidden_NH = torch.zeros_like(self.hidden_NH, memory_format=torch.contiguous_format)
+            dtype = gradient_dtype(self.hidden_NH.dtype)
+            self.grad_hidden_NH = torch.zeros(self.hidden_NH.shape, dtype=dtype, device=self.hidden_NH.device)
         if weight:
             self.grad_weight_VH = torch.empty(
                 self.full_weight_VH.shape, dtype=compute_dtype if once else wide, device=self.weight_VH.device
@@ -98,7 +109,9 @@ class ChunkedHead:
         beta, self.started = float(self.started), True
         if self.grad_weight_VH is not None:
             grad_VH = self.grad_weight_VH[: self.num_columns]
-            whole = dz_RV.dtype == (hidden_RH.dtype if takes_out_dtype(dz_RV) else grad_VH.dtype)
+            whole = dz_RV.dtype == grad_VH.dtype
+            if takes_out_dtype(dz_RV):
+                whole = dz_RV.dtype == hidden_RH.dtype and (ADDS_TO_WIDE or dz_RV.dtype == grad_VH.dtype)
             for tile in [...] if whole else self._tiles():
                 add_product(grad_VH[tile], dz_RV[:, tile].t(), hidden_RH, beta)
         if self.grad_bias_V is not None:
@@ -107,8 +120,8 @@ class ChunkedHead:
             self._put_hidden(place_R, self._hidden_gradient(dz_RV))
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(hidden, weight, bias), None where not asked for; weight and bias in the `gradient_dtype` of theirs."""
-        self.buffer_RV.untyped_storage().resize_(0)  # no room is left for it while the sums are rounded
+        """(hidden, weight, bias) in the `gradient_dtype` of theirs, None where not asked for."""
+        self.release()
         weight_VH, bias_V = self.grad_weight_VH, self.grad_bias_V
         if weight_VH is not None:
             weight_VH = weight_VH if self.started else weight_VH.zero_()
@@ -116,6 +129,10 @@ class ChunkedHead:
         if bias_V is not None:
             bias_V = bias_V.to(gradient_dtype(self.full_bias_V.dtype))
         return self.grad_hidden_NH, weight_VH, bias_V
+
+    def release(self) -> None:
+        """Free the chunk, before the sums are rounded."""
+        self.buffer_RV.untyped_storage().resize_(0)
 
     def _hidden_gradient(self, dz_RV: Tensor) -> Tensor:
         if dz_RV.dtype == self.weight_VH.dtype:
@@ -134,23 +151,34 @@ class ChunkedHead:
 
 
 def takes_out_dtype(tensor: Tensor) -> bool:
-    """Matrix products of narrow operands can be handed out in float32 where this tensor lies."""
+    """Where this tensor lies, products of narrow operands can be handed out in float32."""
     return tensor.device.type == "cuda" and torch.version.hip is None
 
 
 def add_product(sum_: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
-    """sum_ = beta * sum_ + a @ b, beta 0 or 1; with narrow operands unrounded on CUDA, else rounded to theirs first.
+    """sum_ = beta * sum_ + a @ b, beta 0 or 1; of narrow operands unrounded on CUDA, else rounded to theirs first.
 
-    Where `a` is as wide as the sum and `b` is not, CUDA narrows `a` and others widen `b`.
+    Where `a` is as wide as the sum and `b` is not, CUDA narrows `a` (for float16 in units of a power of 2 near its
+    largest value) and others widen `b`.
     """
     if takes_out_dtype(sum_) and b.dtype != sum_.dtype:
-        torch.addmm(sum_, a.to(b.dtype), b, out_dtype=sum_.dtype, beta=beta, out=sum_)
+        if b.dtype == torch.float16:
+            unit = a.abs().amax().clamp(min=1e-30).log2().floor().exp2()
+            product = torch.mm((a / unit).to(b.dtype), b, out_dtype=sum_.dtype).mul_(unit)
+        elif beta and ADDS_TO_WIDE:
+            torch.addmm(sum_, a.to(b.dtype), b, out_dtype=sum_.dtype, out=sum_)
+            return
+        else:
+            product = torch.mm(a.to(b.dtype), b, out_dtype=sum_.dtype)
     elif a.dtype == sum_.dtype:
         torch.addmm(sum_, a, b.to(a.dtype), beta=beta, out=sum_)
-    elif beta:
-        sum_ += a @ b
+        return
     else:
-        sum_.copy_(a @ b)
+        product = a @ b
+    if beta:
+        sum_ += product
+    else:
+        sum_.copy_(product)
 
 
 def move_rows_forward(z_RV: Tensor, keep_R: Tensor) -> Tensor:
@@ -158,7 +186,8 @@ def move_rows_forward(z_RV: Tensor, keep_R: Tensor) -> Tensor:
     kept = keep_R.nonzero()[:, 0]
     if len(kept) == len(keep_R):
         return kept
-    holes, late = (~keep_R[: len(kept)]).nonzero()[:, 0], kept[kept >= len(kept)]
+    holes = (~keep_R[: len(kept)]).nonzero()[:, 0]
+    late = kept[len(kept) - len(holes) :]
     for some, where in zip(late.split(MOVED_ROWS), holes.split(MOVED_ROWS), strict=True):
         z_RV[where] = z_RV[some]
     order = torch.arange(len(kept), device=kept.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .backend import resolve_backend
 from .divergence_rows import buffers, divergence_rows, gradient_rows
 from .token_stats import wanted_blocks
-from .vocabulary import as_batch, as_rows, check_teacher, check_vocabulary_arguments
+from .vocabulary import as_batch, as_rows, check_savable, check_teacher, check_vocabulary_arguments
 
 KINDS = ("reverse_kl", "forward_kl", "jsd")
 
@@ -83,6 +83,7 @@ def token_divergence(
         logits, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index
     )
     check_teacher(teacher_logits, logits, vocab_size)
+    check_savable("teacher_logits", teacher_logits)
     dtype = torch.promote_types(logits.dtype, teacher_logits.dtype)
     backend = resolve_backend(backend, logits.device, dtype)
     temperature = as_rows(temperature, logits)

@@ -39,16 +39,19 @@ class Head:
         return {"head_bias": self.bias, "softcap": self.softcap, "logit_scale": self.logit_scale}
 
 
-def head_of(model: nn.Module) -> Head:
+def head_of(model: nn.Module, *, dtype: torch.dtype | None = None) -> Head:
     """The head of a causal LM, or of a head module alone, with the adapters on it counted in.
 
     W = base + sum over active LoRA adapters of scaling * B A,  b = base + sum of scaling * (bias of B), with A [R, H]
-    and B [V, R] (LoRA: arXiv 2106.09685, eq. 3), summed in the widest of the dtypes and given in the base's.
+    and B [V, R] (LoRA: arXiv 2106.09685, eq. 3), summed in the widest of the dtypes.
 
     model: with `get_output_embeddings()` (Hugging Face; its config names softcap and logit scale; a PEFT model around
         it), or the head itself. Resolved: torch.nn.Linear (also tied or parametrized); PEFT's modules_to_save (the
         active copy); PEFT's LoRA, several at once, merged or disabled. Everything else is refused. Virtual tokens of
         prompt-learning PEFT concern the body and are not looked at.
+
+    dtype: in which the sum with adapters is given; None is the base's, whose rounding hides small updates (a bfloat16
+        base and |scaling * B A| below 2^-9 of its weights): torch.float32 keeps them, and widens the products.
 
     Call it once for each forward pass: a LoRA weight is a new tensor [V, H] with the graph to A and B. `check_head`
     compares the result with the model's own logits.
@@ -61,7 +64,7 @@ def head_of(model: nn.Module) -> Head:
         module = model.get_output_embeddings()
         if module is None:
             raise ValueError(f"model is {_kind(model)} without output embeddings, want a causal LM or its head")
-    weight, bias = _effective("head", module)
+    weight, bias = _effective("head", module, dtype)
     return Head(weight, bias, **logit_options(model))
 
 
@@ -115,14 +118,14 @@ def logit_options(model: nn.Module) -> dict[str, float]:
     return options
 
 
-def _effective(name: str, module) -> tuple[Tensor, Tensor | None]:
-    """Weight [V,H] and bias [V] with which the module computes."""
+def _effective(name: str, module, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+    """Weight [V,H] and bias [V] with which the module computes; sums with adapters in `dtype`, None: the base's."""
     if type(module) is _peft("peft.utils.other", "ModulesToSaveWrapper"):
         _check_called_as_defined(name, module)
-        return _effective(*_active_copy(name, module))
+        return _effective(*_active_copy(name, module), dtype)
     if type(module) is _peft("peft.tuners.lora.layer", "Linear"):
         _check_called_as_defined(name, module)
-        return _with_lora(name, module)
+        return _with_lora(name, module, dtype)
     if type(module).__module__.startswith("peft."):
         raise ValueError(
             f"{name} is {_kind(module)}, want a torch.nn.Linear, LoRA on one, or modules_to_save: merge the adapter "
@@ -156,14 +159,14 @@ def _active_copy(name: str, wrapper) -> tuple[str, nn.Module]:
     return f"{name}.modules_to_save.{active[0]}", wrapper.modules_to_save[active[0]]
 
 
-def _with_lora(name: str, layer) -> tuple[Tensor, Tensor | None]:
+def _with_lora(name: str, layer, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of a LoRA layer on a linear one: base, plus the active adapters where they are not merged."""
-    weight, bias = _effective(f"{name}.base_layer", layer.base_layer)
+    weight, bias = _effective(f"{name}.base_layer", layer.base_layer, dtype)
     if layer.disable_adapters and layer.merged:
         raise ValueError(f"{name} holds merged adapters that are disabled: call unmerge_adapter(), or enable them")
     if layer.disable_adapters or layer.merged:
         return weight, bias
-    dtype = weight.dtype
+    dtype = dtype or weight.dtype
     for adapter in _names(layer.active_adapters):
         if adapter not in layer.lora_A:
             continue
@@ -284,5 +287,13 @@ def check_whole(name: str, tensor) -> None:
             f"{name} is {found}, want a plain tensor of float16, bfloat16, float32 or float64: keep the head out of "
             "quantisation (modules_to_not_convert, llm_int8_skip_modules), or dequantise it"
         )
-    if not torch.compiler.is_compiling() and tensor.numel() and not tensor.untyped_storage().nbytes():
+    if torch.compiler.is_compiling() or not tensor.numel():
+        return
+    try:
+        num_bytes = tensor.untyped_storage().nbytes()
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{name} is {found} without memory of its own (sparse, or under torch.func), want a plain tensor"
+        ) from error
+    if not num_bytes:
         raise ValueError(f"{name} is {found} whose memory was freed, as FSDP does between uses: {FSDP}")

@@ -9,13 +9,22 @@ import torch
 from torch import Tensor
 
 from .backend import resolve_backend
-from .chunks import ChunkedHead, row_bytes
+from .chunks import MAX_CHUNK_BYTES, ChunkedHead, default_logits_dtype, row_bytes
 from .debug import compare_rows, debugging
 from .divergence import TokenDivergence, as_divergence, check_kind, divergence_outputs, write_divergence_gradient
 from .heads import check_head_arguments
-from .linear import MAX_CHUNK_BYTES, fake_gradients, operand_dtype, part, pick, prepare, wanted_rows
+from .linear_call import (
+    as_given,
+    fake_gradients,
+    operand_dtype,
+    part,
+    pick,
+    prepare,
+    wanted_rows,
+)
 from .memory import working
 from .rows import UNWANTED
+from .vocabulary import check_savable
 
 
 def linear_token_divergence(
@@ -66,6 +75,8 @@ def linear_token_divergence(
         backend, logits_dtype, max_chunk_bytes,
     )  # fmt: skip
     check_head_arguments(teacher_hidden, teacher_head_weight, teacher_head_bias, targets, prefix="teacher_")
+    check_savable("teacher_hidden", teacher_hidden)
+    check_savable("teacher_head_weight", teacher_head_weight)
     if teacher_hidden.device != hidden.device:
         raise ValueError(f"teacher_hidden is on {teacher_hidden.device}, want {hidden.device}, where hidden is")
     if len(teacher_head_weight) < call.num_columns:
@@ -74,7 +85,9 @@ def linear_token_divergence(
             "names the columns that both vocabularies share"
         )
     teacher_dtype = operand_dtype(teacher_hidden, teacher_head_weight)
-    teacher_logits_dtype = teacher_dtype if logits_dtype is None else torch.promote_types(teacher_dtype, logits_dtype)
+    teacher_logits_dtype = default_logits_dtype(teacher_dtype)
+    if logits_dtype is not None:
+        teacher_logits_dtype = torch.promote_types(teacher_dtype, logits_dtype)
     call_backend = resolve_backend(backend, hidden.device, torch.promote_types(call.logits_dtype, teacher_logits_dtype))
     *outputs, _ = torch.ops.crest.linear_token_divergence(
         call.hidden_NH, head_weight, head_bias, teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]),
@@ -118,7 +131,7 @@ def linear_token_divergence_op(
     rows = wanted_rows(target_N != UNWANTED)
     outputs = temperature.new_zeros(9, len(target_N))
     target_M, temperature_M = pick(target_N, rows), pick(temperature, rows)
-    with working(hidden_NH, weight_VH, max_chunk_bytes, logits_dtype, rows):
+    with working(hidden_NH, weight_VH, rows, compute_dtype, logits_dtype, max_chunk_bytes, frozen_head=True):
         student, teacher = _chunked_heads(
             hidden_NH, weight_VH, bias_V, teacher_hidden_NH, teacher_weight_VH, teacher_bias_V, rows, num_columns,
             compute_dtype, logits_dtype, teacher_dtype, teacher_logits_dtype, max_chunk_bytes,
@@ -152,7 +165,7 @@ def linear_token_divergence_grad_op(
     """
     rows = wanted_rows((grads != 0).any(0) & (target_N != UNWANTED))
     target_M, temperature_M, saved_M, grads_M = (pick(values, rows) for values in (target_N, temperature, saved, grads))
-    with working(hidden_NH, weight_VH, max_chunk_bytes, logits_dtype, rows):
+    with working(hidden_NH, weight_VH, rows, compute_dtype, logits_dtype, max_chunk_bytes, not needs[1]):
         student, teacher = _chunked_heads(
             hidden_NH, weight_VH, bias_V, teacher_hidden_NH, teacher_weight_VH, teacher_bias_V, rows, num_columns,
             compute_dtype, logits_dtype, teacher_dtype, teacher_logits_dtype, max_chunk_bytes,
@@ -167,6 +180,7 @@ def linear_token_divergence_grad_op(
                 jsd_weight,
             )  # fmt: skip
             student.add_gradients(here, hidden_RH, z_RV)
+        teacher.release()
         found = student.gradients()
     return tuple(hidden_NH.new_empty(0) if gradient is None else gradient for gradient in found)
 
@@ -189,8 +203,7 @@ def _backward(ctx, grad_logp, grad_entropy, _, grad_student_kl, grad_divergence,
     grads = torch.stack([torch.zeros_like(entropy_N) if grad is None else grad for grad in grads])
     saved = torch.stack([entropy_N, student_kl_N, divergence_N, *normaliser])
     found = torch.ops.crest.linear_token_divergence_grad(*tensors, saved, grads, *ctx.scalars, needs)
-    grads = (g.to(t.dtype) if need else None for g, t, need in zip(found, tensors[:3], needs, strict=True))
-    return *grads, *[None] * 15
+    return *as_given(found, tensors[:3], needs), *[None] * 15
 
 
 linear_token_divergence_op.register_autograd(_backward, setup_context=_save)

@@ -4,15 +4,15 @@ Shape letters: N tokens, H hidden size, V vocabulary, R rows of a chunk, M wante
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from .chunks import ChunkedHead, move_rows_forward
+from .chunks import MAX_CHUNK_BYTES, ChunkedHead, move_rows_forward
 from .debug import compare_rows, debugging
-from .linear import MAX_CHUNK_BYTES, fake_gradients, part, pick, prepare, token_stats_of, unit_of, wanted_rows
+from .linear import token_stats_of
+from .linear_call import fake_gradients, part, pick, prepare, wanted_rows
 from .memory import working
 from .policy_loss import (
     PolicyLoss,
@@ -27,6 +27,9 @@ from .rows import BINARY, UNWANTED
 from .spans import Spans
 from .surrogates import PPOClip, Surrogate, as_numbers, from_numbers
 from .token_stats import run_stats, write_gradient
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def linear_policy_loss(
@@ -52,7 +55,7 @@ def linear_policy_loss(
     ignore_index: int = -100,
     backend: str = "auto",
     logits_dtype: torch.dtype | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: "ProcessGroup | None" = None,
     reduce_hidden_grad: bool = True,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> PolicyLoss:
@@ -75,8 +78,9 @@ def linear_policy_loss(
         temperature, softcap, logit_scale, vocab_size, ignore_index, backend: as in `policy_loss`; per-token ones are
         [...] like targets.
 
-    Values, metrics and edge cases are those of `policy_loss`. A second backward gives the same gradient (retain_graph),
-    double backward raises. Raises ValueError naming the argument, as `policy_loss` and `linear_token_stats` do.
+    Values, metrics and edge cases are those of `policy_loss`. A second backward gives the same gradient (retain_graph;
+    on the CPU it raises where the first one's gradient of the weight was changed in place), double backward raises.
+    Raises ValueError naming the argument, as `policy_loss` and `linear_token_stats` do.
     """
     per_token = {
         "credit": credit,
@@ -85,16 +89,15 @@ def linear_policy_loss(
         "ref_logp": ref_logp,
         "importance_weight": importance_weight,
     }
-    call = prepare(
-        hidden, head_weight, head_bias, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index,
-        backend, logits_dtype, max_chunk_bytes, process_group,
-    )  # fmt: skip
     check_loss_arguments(hidden, targets, per_token, spans)
     check_coefficients(kl_coef, entropy_coef, ref_logp, surrogate)
     if surrogate.level != "token" and spans is None:
         raise ValueError(f"{type(surrogate).__name__} at level {surrogate.level!r} needs spans: pass spans=Spans(...)")
     live_N = live_positions(targets, mask, ignore_index, spans)
-    call = replace(call, target_N=torch.where(live_N, call.target_N, UNWANTED))
+    call = prepare(
+        hidden, head_weight, head_bias, targets, live_N.view(targets.shape), temperature, softcap, logit_scale,
+        vocab_size, ignore_index, backend, logits_dtype, max_chunk_bytes, process_group,
+    )  # fmt: skip
     given = {
         name: finite_where(name, value.reshape(-1), live_N) for name, value in per_token.items() if value is not None
     }
@@ -109,7 +112,7 @@ def linear_policy_loss(
             None if name not in given else given[name].to(call.temperature.dtype)
             for name in ("credit", "token_weight", "old_logp", "ref_logp", "importance_weight")
         ]
-        logp_N, entropy_N, unit, *gradients = torch.ops.crest.linear_policy_loss(
+        logp_N, entropy_N, *gradients = torch.ops.crest.linear_policy_loss(
             call.hidden_NH.detach(), head_weight.detach(), None if head_bias is None else head_bias.detach(),
             call.target_N, call.temperature, *per_row, *kind_and_numbers,
             float(kl_coef), float(entropy_coef), *call.scalars, needs,
@@ -123,7 +126,9 @@ def linear_policy_loss(
     weight_N = given["token_weight"].to(found.value.dtype)
     loss = (weight_N * found.value).sum()
     if one_shot:
-        loss = _Scaled.apply(loss, hidden, head_weight, head_bias, unit, *gradients)
+        inputs = (hidden, head_weight, head_bias)
+        roots = [tensor.narrow(-1, 0, 0).clone() for tensor, need in zip(inputs, needs, strict=True) if need]
+        loss = _Scaled.apply(loss, *inputs, *gradients, *roots)
     else:
         slope_entropy_N = -entropy_coef * weight_N if entropy_coef else None
         loss = with_gradient(loss, logp_N, weight_N * found.slope, entropy_N if entropy_coef else None, slope_entropy_N)
@@ -135,25 +140,42 @@ def linear_policy_loss(
 
 
 class _Scaled(torch.autograd.Function):
-    """The loss, whose gradients by hidden, weight and bias are there already, in multiples of `unit`."""
+    """The loss, whose gradients by hidden, weight and bias are there already and wait to be scaled.
+
+    roots: nothing of each input that has a gradient, but of its graph.
+    """
 
     @staticmethod
-    def forward(ctx, loss, hidden, weight, bias, unit, *gradients):
-        ctx.save_for_backward(unit, *gradients)
+    def forward(ctx, loss, hidden, weight, bias, grad_hidden, grad_weight, grad_bias, *roots):
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.roots = roots
         ctx.like = [None if t is None else (t.shape, t.dtype) for t in (hidden, weight, bias)]
         return loss.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        unit, *gradients = ctx.saved_tensors
-        found = [
-            _scale(gradient, grad * unit, like[1], keep=i > 0) if ctx.needs_input_grad[i + 1] else None
-            for i, (gradient, like) in enumerate(zip(gradients, ctx.like, strict=True))
-        ]
-        if found[0] is not None:
-            found[0] = found[0].view(ctx.like[0][0])
-        return None, *found, *[None] * 4
+        with torch.no_grad():
+            found = [
+                _scale(gradient, grad, like[1], keep=i > 0) if ctx.needs_input_grad[i + 1] else None
+                for i, (gradient, like) in enumerate(zip(ctx.saved_tensors, ctx.like, strict=True))
+            ]
+            if found[0] is not None:
+                found[0] = found[0].view(ctx.like[0][0])
+        if torch.is_grad_enabled():  # create_graph: the gradients depend on the inputs in ways that are not followed
+            found = [None if g is None else _Last.apply(g, grad, *ctx.roots) for g in found]
+        return None, *found, *[None] * (3 + len(ctx.roots))
+
+
+class _Last(torch.autograd.Function):
+    """A gradient that cannot be differentiated by what it depends on."""
+
+    @staticmethod
+    def forward(ctx, gradient, *depends_on):
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("linear_policy_loss cannot be differentiated twice: its gradient is found in forward")
 
 
 def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype, keep: bool) -> Tensor:
@@ -180,25 +202,17 @@ def linear_policy_loss_op(
     kind: int, a: float, b: float, c: float, kl_coef: float, entropy_coef: float, num_columns: int, logit_scale: float,
     softcap: float, compute_dtype: torch.dtype, logits_dtype: torch.dtype, max_chunk_bytes: int, backend: str,
     needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(logp, entropy) [N], `unit` (a scalar), and in its multiples the loss's gradients by hidden, weight and bias.
-
-    unit is 1; where float16 would lose the gradients of small coefficients, a power of 2 near the largest of them.
-    """
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(logp, entropy) [N], and the loss's gradients by hidden, weight and bias."""
     rows = wanted_rows(target_N != UNWANTED)
     logp_N, entropy_N = (temperature.new_zeros(len(target_N)) for _ in range(2))
-    unit = temperature.new_ones(())
-    if torch.float16 in (hidden_NH.dtype, logits_dtype):
-        size_N = credit.abs() if importance_weight is None else (credit * importance_weight).abs()
-        unit = unit_of(token_weight * (size_N + abs(kl_coef) + abs(entropy_coef)))
-    token_weight = token_weight / unit
     target_M, temperature_M, *per_row = (
         pick(values, rows)
         for values in (target_N, temperature, credit, token_weight, old_logp, ref_logp, importance_weight)
     )
     shape = dict(num_columns=num_columns, logit_scale=logit_scale, softcap=softcap)
     terms = dict(kl_coef=kl_coef, entropy_coef=entropy_coef, surrogate=(kind, a, b, c))
-    with working(hidden_NH, weight_VH, max_chunk_bytes, logits_dtype, rows):
+    with working(hidden_NH, weight_VH, rows, compute_dtype, logits_dtype, max_chunk_bytes, not needs[1]):
         head = ChunkedHead(
             hidden_NH, weight_VH, bias_V, rows, num_columns, compute_dtype, logits_dtype, max_chunk_bytes
         )
@@ -218,13 +232,13 @@ def linear_policy_loss_op(
             at = here if rows is None else rows[here]
             logp_N[at], entropy_N[at] = logp_R, entropy_R
         gradients = head.gradients()
-    return logp_N, entropy_N, unit, *(hidden_NH.new_empty(0) if g is None else g for g in gradients)
+    return logp_N, entropy_N, *(hidden_NH.new_empty(0) if g is None else g for g in gradients)
 
 
 @linear_policy_loss_op.register_fake
 def _(hidden_NH, weight_VH, bias_V, target_N, temperature, *arguments):
     per_token = (temperature.new_empty(target_N.shape) for _ in range(2))
-    return *per_token, temperature.new_empty(()), *fake_gradients(hidden_NH, weight_VH, bias_V, arguments[-1])
+    return *per_token, *fake_gradients(hidden_NH, weight_VH, bias_V, arguments[-1])
 
 
 def visit_triton(z_RV, *arguments, **options) -> tuple[Tensor, Tensor, Tensor]:

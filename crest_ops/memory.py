@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .chunks import VOCABULARY_TILE, chunk_rows, gradient_dtype, row_bytes, takes_out_dtype
+from .chunks import MAX_CHUNK_BYTES, VOCABULARY_TILE, chunk_rows, gradient_dtype, row_bytes
 from .rows import block_rows
 
 PER_TOKEN_BYTES = 160  # some forty float32 values of a token: arguments, statistics, slopes, metrics
@@ -22,8 +22,9 @@ def estimate_memory(
     *,
     dtype: torch.dtype = torch.bfloat16,
     weight_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
     logits_dtype: torch.dtype | None = None,
-    max_chunk_bytes: int = 256 << 20,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
     frozen_head: bool = False,
     device: str = "cuda",
 ) -> int:
@@ -34,9 +35,10 @@ def estimate_memory(
     hidden + a working set. Arithmetic of this project's own; measured within 15% (see the README).
 
     num_tokens: N, all positions. policy_share: the part of them that is trained on, in [0, 1]. hidden_size: H.
-    vocab_size: V. dtype of hidden states; weight_dtype: of the head, default the same; logits_dtype and
-    max_chunk_bytes: as in `linear_policy_loss`. frozen_head: it needs no gradient. device: "cpu" or "cuda"; on the CPU
-    the loss is taken to be differentiated as it is (not scaled). Sizes are of [N, H], [V, H] and [R, V] tensors.
+    vocab_size: V. dtype of hidden states; weight_dtype: of the head, default the same; compute_dtype: of the products,
+    default the wider of the two (under autocast: autocast's). logits_dtype, max_chunk_bytes: as in
+    `linear_policy_loss`. frozen_head: it needs no gradient. device: "cpu" or "cuda"; on the CPU the loss is taken to be
+    differentiated as it is (not scaled). Sizes are of [N, H], [V, H] and [R, V] tensors.
 
     Raises ValueError for a size below 1 or a share outside [0, 1].
     """
@@ -49,7 +51,7 @@ def estimate_memory(
     if not 0 <= policy_share <= 1:
         raise ValueError(f"policy_share is {policy_share!r}, want 0 <= policy_share <= 1")
     weight_dtype = weight_dtype or dtype
-    compute_dtype = torch.promote_types(dtype, weight_dtype)
+    compute_dtype = compute_dtype or torch.promote_types(dtype, weight_dtype)
     logits_dtype = logits_dtype or compute_dtype
     wide = torch.promote_types(compute_dtype, torch.float32)
     num_rows = round(num_tokens * policy_share)
@@ -65,7 +67,7 @@ def estimate_memory(
     handed = weight_numel * gradient_dtype(weight_dtype).itemsize
     chunk = rows * row_bytes(vocab_size, logits_dtype) + rows * hidden_size * 2 * compute_dtype.itemsize
     if device == "cpu":
-        chunk += 2 * min(rows, block_rows(vocab_size)) * vocab_size * wide.itemsize
+        chunk += 2 * min(rows, block_rows(vocab_size, torch.device("cpu"))) * vocab_size * wide.itemsize
         tiled = sum_dtype != logits_dtype and not frozen_head
         chunk += VOCABULARY_TILE * hidden_size * compute_dtype.itemsize if tiled else 0
     rounding = added + handed if sum_dtype != gradient_dtype(weight_dtype) else added
@@ -75,7 +77,10 @@ def estimate_memory(
 
 
 @contextmanager
-def working(hidden_NH: Tensor, weight_VH: Tensor, max_chunk_bytes: int, logits_dtype: torch.dtype, rows: Tensor | None):
+def working(
+    hidden_NH: Tensor, weight_VH: Tensor, rows: Tensor | None, compute_dtype, logits_dtype, max_chunk_bytes: int,
+    frozen_head: bool,
+):  # fmt: skip
     """Autocast is off, since operands have their dtype; an out-of-memory error says what was to be expected."""
     num_tokens, hidden_size = hidden_NH.shape
     num_rows = num_tokens if rows is None else len(rows)
@@ -84,9 +89,9 @@ def working(hidden_NH: Tensor, weight_VH: Tensor, max_chunk_bytes: int, logits_d
             yield
     except torch.OutOfMemoryError as error:
         expected = estimate_memory(
-            num_tokens, num_rows / num_tokens, hidden_size, weight_VH.shape[0], dtype=hidden_NH.dtype,
-            weight_dtype=weight_VH.dtype, logits_dtype=logits_dtype, max_chunk_bytes=max_chunk_bytes,
-            device="cuda" if takes_out_dtype(hidden_NH) else hidden_NH.device.type,
+            max(1, num_tokens), num_rows / max(1, num_tokens), hidden_size, weight_VH.shape[0], dtype=hidden_NH.dtype,
+            weight_dtype=weight_VH.dtype, compute_dtype=compute_dtype, logits_dtype=logits_dtype,
+            max_chunk_bytes=max_chunk_bytes, frozen_head=frozen_head, device=hidden_NH.device.type,
         )  # fmt: skip
         raise torch.OutOfMemoryError(
             f"{error} crest_ops: {num_rows} of {num_tokens} tokens, H={hidden_size}, V={weight_VH.shape[0]}, "

@@ -166,8 +166,9 @@ def check_loss_arguments(logits, targets, per_token: Mapping[str, Tensor | None]
     """Per-token arguments have the shape of targets, floating dtype and the device of logits; spans cover the same
     N.
     """
-    if not isinstance(targets, Tensor) or not isinstance(logits, Tensor):
-        raise ValueError(f"logits and targets are {type(logits).__name__} and {type(targets).__name__}, want tensors")
+    for name, value in (("logits (or hidden)", logits), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} is {type(value).__name__}, want a tensor")
     for name, value in per_token.items():
         if value is not None or name in ("credit", "token_weight"):
             check_per_token(name, value, targets.shape, FLOAT_DTYPES, logits.device)
@@ -179,6 +180,8 @@ def check_loss_arguments(logits, targets, per_token: Mapping[str, Tensor | None]
 
 def live_positions(targets: Tensor, mask: Tensor | None, ignore_index: int, spans: Spans | None) -> Tensor:
     """[N] bool: positions that take part in the loss."""
+    if not isinstance(ignore_index, int):
+        raise ValueError(f"ignore_index is {ignore_index!r}, want an int")
     live_N = (targets != ignore_index).reshape(-1)
     if mask is not None:
         check_per_token("mask", mask, targets.shape, (torch.bool,), targets.device)

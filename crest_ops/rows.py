@@ -15,7 +15,8 @@ LOWEST = -1.2e9  # no logit of the support is lower
 SMALLEST = -1e10  # stands for the scaled logit, from the row's max, of what is out of the support: its power is 0
 UNWANTED = -1  # the target of a row that is not wanted
 ELSEWHERE = -2  # the target of a wanted row that lies in another shard of the vocabulary
-BLOCK_ELEMENTS = 1 << 18  # of one buffer and thread: 1 MB in float32
+BLOCK_ELEMENTS = 1 << 18  # of one buffer and CPU thread: 1 MB in float32
+GPU_BLOCK_ELEMENTS = 1 << 27
 
 
 class Power(NamedTuple):
@@ -29,20 +30,22 @@ NATURAL = Power(torch.exp, 1.0)  # a row's result depends on the row alone
 BINARY = Power(torch.exp2, math.log(2))  # three times as fast; in torch an element's place decides how it is rounded
 
 
-def block_rows(num_columns: int) -> int:
+def block_rows(num_columns: int, device: torch.device) -> int:
     """Rows of a block; never a single one, whose sums torch would add in another order."""
-    return max(2, BLOCK_ELEMENTS * torch.get_num_threads() // num_columns)
+    elements = BLOCK_ELEMENTS * torch.get_num_threads() if device.type == "cpu" else GPU_BLOCK_ELEMENTS
+    return max(2, elements // num_columns)
 
 
 def scratch_of(dtype: torch.dtype, num_rows: int, num_columns: int, device: torch.device) -> Tensor:
     """Two buffers [2, R, V] for blocks of num_rows rows. One block may hold a row more; a lone row stands twice."""
-    size = max(2, min(num_rows, block_rows(num_columns) + 1))
+    size = max(2, min(num_rows, block_rows(num_columns, device) + 1))
     return torch.empty(2, size, num_columns, dtype=dtype, device=device)
 
 
-def blocks(num_rows: int, num_columns: int) -> list[slice]:
+def blocks(x_RV: Tensor) -> list[slice]:
     """Slices that cover the rows; the last takes a lone row along."""
-    starts = [*range(0, max(1, num_rows - 1), block_rows(num_columns)), num_rows]
+    num_rows, num_columns = x_RV.shape
+    starts = [*range(0, max(1, num_rows - 1), block_rows(num_columns, x_RV.device)), num_rows]
     return [slice(start, end) for start, end in zip(starts, starts[1:], strict=False)]
 
 
@@ -68,7 +71,7 @@ def shift_rows(x_RV: Tensor, max_R1: Tensor | None, scale: Tensor, softcap: floa
     if max_R1 is None:
         max_R1 = x_RV.amax(1, keepdim=True).clamp_(min=2 * LOWEST)
     torch.sub(x_RV, max_R1, out=t_RV)
-    if scale.numel() != 1:
+    if scale.numel() != 1 or scale.device.type != "cpu":
         t_RV.mul_(scale)
     elif float(scale) != 1:
         t_RV.mul_(float(scale))
@@ -91,7 +94,7 @@ def stats_rows(
     num_rows, num_columns = x_RV.shape
     scale = scale_of(temperature, softcap, logit_scale)
     max_R, sum_R, weighted_R, squares_R = scratch.new_zeros(4, num_rows)
-    for block in blocks(num_rows, num_columns):
+    for block in blocks(x_RV):
         t_RV, e_RV = scratch[:, : block.stop - block.start]
         max_R1, _ = shift_rows(x_RV[block], None, cut(scale / power.unit, block), softcap, logit_scale, t_RV)
         max_R[block] = max_R1[:, 0]
@@ -152,7 +155,7 @@ def grad_rows(
     x_R1 = x_RV.gather(1, at_R1)
     at_target_R1, derivative_R1 = gradient(x_R1, slice(None), *scratch.new_empty(2, len(x_RV), 1))
     at_target_R1 += here_R1 * grad_logp_R[:, None] * scale * (1 if derivative_R1 is None else derivative_R1)
-    for block in blocks(*x_RV.shape):
+    for block in blocks(x_RV):
         buffers = scratch[:, : block.stop - block.start]
         alike = grad_RV.dtype == scratch.dtype
         found_RV, _ = gradient(x_RV[block], block, grad_RV[block] if alike else buffers[0], buffers[1])

@@ -121,7 +121,7 @@ def wanted_blocks(target_N: Tensor, num_columns: int, one_batch: bool):
     if one_batch and len(rows) == len(target_N) > 1:
         yield slice(0, len(rows))
         return
-    for block in rows.split(block_rows(num_columns)):
+    for block in rows.split(block_rows(num_columns, target_N.device)):
         yield block if len(block) > 1 else block.repeat(2)
 
 

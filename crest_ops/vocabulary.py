@@ -66,6 +66,12 @@ def check_teacher(teacher_logits, logits: Tensor, num_columns: int) -> None:
         )
 
 
+def check_savable(name: str, tensor: Tensor) -> None:
+    """Backward may keep it: it was not made under inference_mode."""
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and tensor.is_inference():
+        raise ValueError(f"{name} was made under torch.inference_mode, want torch.no_grad there (or pass a clone)")
+
+
 def check_per_token(name: str, tensor, shape, dtypes, device) -> None:
     """`tensor` has exactly this shape (nothing is broadcast), one of these dtypes, and lies on this device."""
     wanted = f"{[*shape]} of {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
