@@ -217,6 +217,9 @@ class TestPEFT:
             found = head_of(model).weight
         assert found.dtype == torch.bfloat16
         assert ((found.double() - wide).abs() <= wide.abs() * 2**-8).all()
+        unrounded = head_of(model, dtype=torch.float32).weight
+        assert unrounded.dtype == torch.float32
+        assert torch.allclose(unrounded.double(), wide, rtol=1e-5, atol=1e-5)
 
     @pytest.mark.parametrize("family", ["tied", "untied"])
     def test_modules_to_save(self, family):
