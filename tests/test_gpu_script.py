@@ -84,8 +84,9 @@ def run_fake(monkeypatch, tmp_path, program, seconds):
     def start(command, **options):
         return popen([sys.executable, "-c", program, command[command.index("--start") + 1]], **options)
 
-    monkeypatch.setattr(gpu.subprocess, "Popen", start)
+    (tmp_path / "gpu.csv").unlink(missing_ok=True)
     writer = Writer(tmp_path / "gpu.csv")
+    monkeypatch.setattr(gpu.subprocess, "Popen", start)
     watch_stage("offsets", TINY, gpu.time.monotonic() + seconds, writer)
     with (tmp_path / "gpu.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
