@@ -17,7 +17,7 @@ import crest_ops
 from crest_bench import gpu_reference as exact
 from crest_bench.gpu import Check, Found, Setting
 from crest_bench.gpu_checks import JSD_WEIGHT, randint, randn, worst
-from crest_ops.chunks import row_bytes
+from crest_ops.chunks import default_logits_dtype, row_bytes
 
 MASKED_EVERY = 3
 CHUNKS_OF = 4  # the rows of a chunk are this part of all rows, of which some are masked
@@ -72,10 +72,10 @@ class Case:
 
     def call(self, op: Callable, *arguments, heads: int = 1, chunked: bool = True, **options):
         """op of the case's operands, in chunks of a few rows or in one; heads: whose logits share the memory."""
-        dtype, V = self.precision.logits_dtype or self.precision.dtype, len(self.weight)
+        dtype = self.precision.logits_dtype or default_logits_dtype(self.precision.dtype)
         if chunked:
             rows = len(self.hidden) // CHUNKS_OF
-            options["max_chunk_bytes"] = heads * rows * row_bytes(V, dtype)
+            options["max_chunk_bytes"] = heads * rows * row_bytes(len(self.weight), dtype)
         with torch.autocast(self.setting.device, torch.bfloat16, enabled=self.precision.autocast):
             return op(
                 self.hidden, self.weight, *arguments, mask=self.mask, backend="triton",
