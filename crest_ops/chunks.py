@@ -11,7 +11,7 @@ from torch import Tensor
 ALIGN = 64  # logits; the distance of rows is a multiple of it, so that each starts at an aligned address
 ROWS = 128  # the tile of a matrix product: the rows of a chunk are a multiple of it where there are that many
 VOCABULARY_TILE = 8192  # columns of a product that goes through a buffer of its own
-MOVED_ROWS = 64  # rows that are moved at a time
+MOVED_ROWS = 16  # rows that are moved at a time
 MAX_CHUNK_BYTES = 256 << 20
 # torch.addmm of narrow operands on CUDA takes a float32 sum from torch 2.10 on (pytorch #167931).
 ADDS_TO_WIDE = torch.__version__ >= (2, 10)

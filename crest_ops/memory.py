@@ -50,7 +50,7 @@ def estimate_memory(
     of the vocabulary). Rounding: the sum beside what it is rounded to. Backward: the gradients beside their scaled
     copies. On the CPU it counts in addition what oneDNN keeps of narrow products and glibc of widened tiles.
     Arithmetic of this project's own, held against the peak of resident memory of a fresh process: CPU, one thread,
-    torch 2.13, glibc (python -m crest_bench.memory_check). Where tiles come and go (narrow operands in several chunks,
+    torch 2.13, glibc (`memory_check` of the benchmarks). Where tiles come and go (narrow operands in several chunks,
     logits_dtype wider than they are, float16) glibc keeps up to half as much again in some runs. On CUDA the same terms
     are added up; that is unmeasured.
 
