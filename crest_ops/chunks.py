@@ -30,6 +30,13 @@ def chunk_rows(num_rows: int, num_columns: int, logits_dtype: torch.dtype, max_c
     return max(1, min(most, -(-even // ROWS) * ROWS, num_rows))
 
 
+def useful_chunk_bytes(max_chunk_bytes: int, hidden_size: int, num_columns: int, logits_dtype: torch.dtype) -> int:
+    """The budget, but for at most 4 H rows: reading and writing the weight's sum [V, H] is then a small part of what a
+    chunk costs, and more rows would save nothing.
+    """
+    return min(max_chunk_bytes, max(ROWS, 4 * hidden_size) * row_bytes(num_columns, logits_dtype))
+
+
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which a gradient is handed on until backward knows its scale: float16 has not the range for it."""
     return torch.float32 if dtype == torch.float16 else dtype

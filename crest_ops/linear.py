@@ -62,7 +62,8 @@ def linear_token_stats(
         gradient of hidden, summed over the ranks once, here; False leaves this rank's part to a caller that sums it
         (sequence parallel). A head that one rank refuses raises ValueError on all. Each call gathers the sizes of the
         shards; torch.compile(fullgraph=True) does not go over it.
-    max_chunk_bytes: memory for the chunk of logits; at least one row is taken.
+    max_chunk_bytes: memory for the chunk of logits; at least one row is taken, and at most 4 H. Every chunk reads and
+        writes the weight's gradient [V, H] as it adds up: a few rows at a time are slow.
 
     Gives [...] float32 (float64 for float64 operands). Raises ValueError naming the argument, as `token_stats` does,
     and for a head that is empty, sharded or not a tensor.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .backend import resolve_backend
-from .chunks import default_logits_dtype, gradient_dtype
+from .chunks import default_logits_dtype, gradient_dtype, useful_chunk_bytes
 from .heads import check_head_arguments
 from .shards import Shard, check_group, refuse, shard_of
 from .vocabulary import as_rows, check_row_arguments
@@ -73,6 +73,7 @@ def prepare(
     )
     if shard:
         target_N, total = shard.local(target_N, total)
+    max_chunk_bytes = useful_chunk_bytes(max_chunk_bytes, hidden.shape[-1], total, logits_dtype)
     return Call(
         hidden.reshape(-1, hidden.shape[-1]), target_N, temperature, total, float(logit_scale), float(softcap or 0),
         compute_dtype, logits_dtype, max_chunk_bytes, backend, shard,

@@ -16,6 +16,7 @@ from .chunks import (
     default_logits_dtype,
     gradient_dtype,
     row_bytes,
+    useful_chunk_bytes,
 )
 from .rows import block_rows
 
@@ -83,6 +84,7 @@ def estimate_memory(
     logits_dtype = logits_dtype or default_logits_dtype(compute_dtype)
     wide = torch.promote_types(compute_dtype, torch.float32)
     num_rows = round(num_tokens * policy_share)
+    max_chunk_bytes = useful_chunk_bytes(max_chunk_bytes, hidden_size, vocab_size, logits_dtype)
     size = chunk_rows(num_rows, vocab_size, logits_dtype, max_chunk_bytes)
     rows, num_chunks = min(size, num_rows), -(-num_rows // size)
     hidden_numel = num_tokens * hidden_size
