@@ -4,6 +4,7 @@ One figure of seconds over the floor and one of peak memory per device, head and
 """
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -185,7 +186,7 @@ def _bars(rows: "Sequence[Row]", figure, title: str, where: str, label: str, cap
     panels[-1].legend(title="policy tokens", loc="upper right", fontsize=8, title_fontsize=8)
     drawing.suptitle(f"{title}\n{where}", fontsize=10)
     cut = " \N{RIGHTWARDS ARROW}: beyond the axis." if max(values.values()) > end else ""
-    drawing.supxlabel(caption + cut, fontsize=8)
+    drawing.supxlabel(textwrap.fill(caption + cut, 150), fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}")
     drawing.savefig(partial, format="png", dpi=120)
