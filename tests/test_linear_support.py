@@ -258,11 +258,12 @@ class TestBadInput:
 
 
 def test_memory_grows_with_what_is_asked_for():
-    size = dict(num_tokens=4096, policy_share=0.1, hidden_size=64, vocab_size=5000)
+    size = dict(num_tokens=4096, policy_share=0.1, hidden_size=256, vocab_size=5000, dtype=torch.float32, device="cpu")
     plain = estimate_memory(**size)
     assert estimate_memory(**size, frozen_head=True) < plain
     assert estimate_memory(**size | dict(policy_share=0.5)) > plain
-    assert estimate_memory(**size, logits_dtype=torch.float32) > plain
+    narrow = size | dict(dtype=torch.bfloat16)
+    assert estimate_memory(**narrow, logits_dtype=torch.float32) > estimate_memory(**narrow)
     assert estimate_memory(**size, max_chunk_bytes=1 << 16) < plain
 
 

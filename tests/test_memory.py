@@ -49,7 +49,7 @@ def test_one_chunk_that_decides():
 
 
 def test_float16_costs_the_float32_of_its_logits_and_gradients():
-    size = dict(num_tokens=4096, policy_share=0.5, hidden_size=64, vocab_size=5000, device="cpu")
+    size = dict(num_tokens=4096, policy_share=0.5, hidden_size=1024, vocab_size=5000, device="cpu")
     assert estimate_memory(**size, dtype=torch.float16) > 1.5 * estimate_memory(**size, dtype=torch.bfloat16)
 
 
@@ -69,3 +69,10 @@ def test_measured(case):
     found = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert found.returncode == 0, found.stderr
     assert abs(float(found.stdout.split()[0]) - 1) <= 0.15, found.stdout
+
+
+def test_a_chunk_has_at_most_four_times_as_many_rows_as_the_hidden_size():
+    # H = 64: chunks of 256 rows of 6400 float32 logits, whatever the budget allows
+    size = dict(num_tokens=4096, policy_share=1.0, hidden_size=64, vocab_size=6400, dtype=torch.float32, device="cpu")
+    assert estimate_memory(**size) == estimate_memory(**size, max_chunk_bytes=256 * 6400 * 4)
+    assert estimate_memory(**size, max_chunk_bytes=128 * 6400 * 4) < estimate_memory(**size)
