@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .backend import resolve_backend
 from .divergence_rows import buffers, divergence_rows, gradient_rows
+from .rows import blocks
 from .token_stats import wanted_blocks
 from .vocabulary import as_batch, as_rows, check_savable, check_teacher, check_vocabulary_arguments
 
@@ -186,10 +187,11 @@ def _blocks(logits_BTV, teacher_BTV, target_N, temperature, num_columns):
     a time.
     """
     length = logits_BTV.shape[1]
-    for rows in wanted_blocks(target_N, num_columns, len(logits_BTV) == 1):
-        at = (0, rows) if isinstance(rows, slice) else (rows // length, rows % length)
-        temperature_R = temperature[rows] if len(temperature) > 1 else temperature
-        yield rows, at, logits_BTV[at][:, :num_columns], teacher_BTV[at][:, :num_columns], temperature_R
+    for wanted in wanted_blocks(target_N, num_columns, len(logits_BTV) == 1):
+        for rows in blocks(logits_BTV[0, :, :num_columns]) if isinstance(wanted, slice) else [wanted]:
+            at = (0, rows) if isinstance(rows, slice) else (rows // length, rows % length)
+            temperature_R = temperature[rows] if len(temperature) > 1 else temperature
+            yield rows, at, logits_BTV[at][:, :num_columns], teacher_BTV[at][:, :num_columns], temperature_R
 
 
 # --- the ops ----------------------------------------------------------------------------------------------------------
