@@ -9,11 +9,14 @@ from torch import Tensor
 BACKENDS = ("auto", "torch", "triton")
 
 
+def debugging() -> bool:
+    """CREST_DEBUG=1 asks for checks that wait for the device; never while compiling."""
+    return not torch.compiler.is_compiling() and os.environ.get("CREST_DEBUG") == "1"
+
+
 def checks_values(tensor: Tensor) -> bool:
     """True where looking at values costs no device sync (CPU, not being compiled) or CREST_DEBUG=1 asks for it."""
-    if torch.compiler.is_compiling():
-        return False
-    return tensor.device.type == "cpu" or os.environ.get("CREST_DEBUG") == "1"
+    return debugging() or (tensor.device.type == "cpu" and not torch.compiler.is_compiling())
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:

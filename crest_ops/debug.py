@@ -3,8 +3,6 @@
 Shape letters: N tokens, V vocabulary, H hidden size, R rows that are compared.
 """
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -12,11 +10,6 @@ from .chunks import VOCABULARY_TILE
 from .rows import LOWEST, UNWANTED
 
 NUM_ROWS = 4
-
-
-def debugging() -> bool:
-    """CREST_DEBUG=1 asks for it; never while compiling."""
-    return not torch.compiler.is_compiling() and os.environ.get("CREST_DEBUG") == "1"
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 from .backend import resolve_backend
 from .divergence_rows import buffers, divergence_rows, gradient_rows
 from .rows import blocks
-from .token_stats import wanted_blocks
+from .token_stats import clear_unwanted, wanted_blocks
 from .vocabulary import as_batch, as_rows, check_savable, check_teacher, check_vocabulary_arguments
 
 KINDS = ("reverse_kl", "forward_kl", "jsd")
@@ -164,10 +164,7 @@ def write_divergence_gradient(
             jsd_weight,
         )  # fmt: skip
         return
-    length = max(logits_BTV.shape[1], 1)
-    unwanted = (target_N < 0).nonzero()[:, 0]
-    grad_BTV[unwanted // length, unwanted % length] = 0
-    grad_BTV[:, :, num_columns:] = 0
+    clear_unwanted(grad_BTV, target_N, num_columns)
     saved = torch.stack([entropy_N, student_kl_N, divergence_N, *normaliser])
     grads = torch.stack([grad_logp_N, grad_entropy_N, grad_student_kl_N, grad_divergence_N])
     scratch = buffers(temperature.dtype, len(target_N), num_columns, target_N.device)

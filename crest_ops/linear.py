@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .backend import debugging
 from .chunks import MAX_CHUNK_BYTES, ChunkedHead
-from .debug import compare_rows, debugging
+from .debug import compare_rows
 from .linear_call import Call, as_given, fake_gradients, part, pick, prepare, wanted_rows
 from .memory import working
 from .rows import BINARY, UNWANTED

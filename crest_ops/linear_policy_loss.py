@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .backend import debugging
 from .chunks import MAX_CHUNK_BYTES, ChunkedHead, move_rows_forward
-from .debug import compare_rows, debugging
+from .debug import compare_rows
 from .linear import token_stats_of
 from .linear_call import fake_gradients, part, pick, prepare, wanted_rows
 from .memory import working
 from .policy_loss import (
     PolicyLoss,
+    as_policy_loss,
     check_coefficients,
     check_loss_arguments,
-    finite_where,
+    composed_loss,
+    finite_given,
     live_positions,
     token_losses,
-    with_gradient,
 )
 from .rows import BINARY, UNWANTED
 from .spans import Spans
@@ -90,53 +92,38 @@ def linear_policy_loss(
         "importance_weight": importance_weight,
     }
     check_loss_arguments(hidden, targets, per_token, spans)
-    check_coefficients(kl_coef, entropy_coef, ref_logp, surrogate)
-    if surrogate.level != "token" and spans is None:
-        raise ValueError(f"{type(surrogate).__name__} at level {surrogate.level!r} needs spans: pass spans=Spans(...)")
+    check_coefficients(kl_coef, entropy_coef, ref_logp, surrogate, spans)
     live_N = live_positions(targets, mask, ignore_index, spans)
     call = prepare(
         hidden, head_weight, head_bias, targets, live_N.view(targets.shape), temperature, softcap, logit_scale,
         vocab_size, ignore_index, backend, logits_dtype, max_chunk_bytes, process_group,
     )  # fmt: skip
-    given = {
-        name: finite_where(name, value.reshape(-1), live_N) for name, value in per_token.items() if value is not None
-    }
+    given = finite_given(per_token, live_N)
     one_shot = call.shard is None and (surrogate.level == "token" or old_logp is None)
     if one_shot:
         needs = [
             torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
             for tensor in (hidden, head_weight, head_bias)
         ]
-        kind_and_numbers = as_numbers(surrogate)
-        per_row = [
-            None if name not in given else given[name].to(call.temperature.dtype)
-            for name in ("credit", "token_weight", "old_logp", "ref_logp", "importance_weight")
-        ]
+        per_row = [None if name not in given else given[name].to(call.temperature.dtype) for name in per_token]
         logp_N, entropy_N, *gradients = torch.ops.crest.linear_policy_loss(
             call.hidden_NH.detach(), head_weight.detach(), None if head_bias is None else head_bias.detach(),
-            call.target_N, call.temperature, *per_row, *kind_and_numbers,
+            call.target_N, call.temperature, *per_row, *as_numbers(surrogate),
             float(kl_coef), float(entropy_coef), *call.scalars, needs,
         )  # fmt: skip
         if debugging():
             compare_rows(call, head_weight, head_bias, logp_N, entropy_N)
     else:
         logp_N, entropy_N, _, _ = token_stats_of(call, head_weight, head_bias, True, False, reduce_hidden_grad)
-    new_N = logp_N.detach()
-    found = token_losses(new_N, entropy_N.detach(), given, surrogate, spans, live_N, kl_coef, entropy_coef)
-    weight_N = given["token_weight"].to(found.value.dtype)
-    loss = (weight_N * found.value).sum()
+    found = token_losses(logp_N.detach(), entropy_N.detach(), given, surrogate, spans, live_N, kl_coef, entropy_coef)
     if one_shot:
+        loss = (given["token_weight"].to(found.value.dtype) * found.value).sum()
         inputs = (hidden, head_weight, head_bias)
         roots = [tensor.narrow(-1, 0, 0).clone() for tensor, need in zip(inputs, needs, strict=True) if need]
         loss = _Scaled.apply(loss, *inputs, *gradients, *roots)
     else:
-        slope_entropy_N = -entropy_coef * weight_N if entropy_coef else None
-        loss = with_gradient(loss, logp_N, weight_N * found.slope, entropy_N if entropy_coef else None, slope_entropy_N)
-    shape = targets.shape
-    return PolicyLoss(
-        loss, new_N.view(shape), entropy_N.detach().view(shape), found.ratio.view(shape), found.clipped.view(shape),
-        found.metrics,
-    )  # fmt: skip
+        loss = composed_loss(found, given["token_weight"], logp_N, entropy_N, entropy_coef)
+    return as_policy_loss(loss, found, logp_N, entropy_N, targets.shape)
 
 
 class _Scaled(torch.autograd.Function):

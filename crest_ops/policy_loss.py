@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .backend import checks_values
 from .spans import Spans
-from .surrogates import MAX_LOG_RATIO, PPOClip, Surrogate, SurrogateValue, check_surrogate
+from .surrogates import MAX_LOG_RATIO, PPOClip, Surrogate, SurrogateValue, check_level, check_surrogate
 from .token_stats import stats_tensors
 from .vocabulary import FLOAT_DTYPES, check_per_token
 
@@ -92,7 +92,7 @@ def policy_loss(
         "importance_weight": importance_weight,
     }
     check_loss_arguments(logits, targets, per_token, spans)
-    check_coefficients(kl_coef, entropy_coef, ref_logp, surrogate)
+    check_coefficients(kl_coef, entropy_coef, ref_logp, surrogate, spans)
     live_N = live_positions(targets, mask, ignore_index, spans)
     logp, entropy, _, _ = stats_tensors(
         logits,
@@ -109,24 +109,10 @@ def policy_loss(
         backend,
     )
     logp_N, entropy_N = logp.reshape(-1), entropy.reshape(-1)
-    new_N = logp_N.detach()
-    given = {
-        name: finite_where(name, value.reshape(-1), live_N) for name, value in per_token.items() if value is not None
-    }
-
-    found = token_losses(new_N, entropy_N.detach(), given, surrogate, spans, live_N, kl_coef, entropy_coef)
-    weight_N = given["token_weight"].to(found.value.dtype)
-    loss = with_gradient(
-        (weight_N * found.value).sum(),
-        logp_N,
-        weight_N * found.slope,
-        entropy_N if entropy_coef else None,
-        -entropy_coef * weight_N if entropy_coef else None,
-    )
-    shape = targets.shape
-    return PolicyLoss(
-        loss, new_N.view(shape), entropy.detach(), found.ratio.view(shape), found.clipped.view(shape), found.metrics
-    )
+    given = finite_given(per_token, live_N)
+    found = token_losses(logp_N.detach(), entropy_N.detach(), given, surrogate, spans, live_N, kl_coef, entropy_coef)
+    loss = composed_loss(found, given["token_weight"], logp_N, entropy_N, entropy_coef)
+    return as_policy_loss(loss, found, logp_N, entropy_N, targets.shape)
 
 
 class TokenLosses(NamedTuple):
@@ -139,13 +125,20 @@ class TokenLosses(NamedTuple):
     metrics: dict[str, Tensor]
 
 
+def finite_given(per_token: Mapping[str, Tensor | None], live_N: Tensor) -> dict[str, Tensor]:
+    """The per-token arguments that were passed, [N], 0 where not live. ValueError for live ones that are not finite."""
+    return {
+        name: finite_where(name, value.reshape(-1), live_N) for name, value in per_token.items() if value is not None
+    }
+
+
 def token_losses(
     logp_N, entropy_N, given: Mapping[str, Tensor], surrogate, spans: Spans | None, live_N, kl_coef: float,
     entropy_coef: float,
 ) -> TokenLosses:  # fmt: skip
     """importance_weight * surrogate + kl_coef * k3 - entropy_coef * entropy of every token.
 
-    given: the per-token arguments of `policy_loss` that were passed, [N], 0 where not live.
+    given: of `finite_given`.
     """
     log_ratio_N = log_ratio(logp_N, given.get("old_logp"))
     found = evaluate_surrogate(surrogate, logp_N, log_ratio_N, given["credit"], spans, live_N)
@@ -160,6 +153,21 @@ def token_losses(
     if entropy_coef:
         value_N = value_N - entropy_coef * entropy_N
     return TokenLosses(value_N, slope_N, found.ratio, found.clipped, metrics)
+
+
+def composed_loss(found: TokenLosses, token_weight_N, logp_N, entropy_N, entropy_coef: float) -> Tensor:
+    """sum token_weight * value, whose gradient goes through the log-probs and entropies that an op gave."""
+    weight_N = token_weight_N.to(found.value.dtype)
+    loss, slope_N = (weight_N * found.value).sum(), weight_N * found.slope
+    if not entropy_coef:
+        return with_gradient(loss, logp_N, slope_N, None, None)
+    return with_gradient(loss, logp_N, slope_N, entropy_N, -entropy_coef * weight_N)
+
+
+def as_policy_loss(loss: Tensor, found: TokenLosses, logp_N, entropy_N, shape) -> PolicyLoss:
+    """What the losses give, per-token tensors in the shape of targets."""
+    logp, entropy = logp_N.detach().view(shape), entropy_N.detach().view(shape)
+    return PolicyLoss(loss, logp, entropy, found.ratio.view(shape), found.clipped.view(shape), found.metrics)
 
 
 def check_loss_arguments(logits, targets, per_token: Mapping[str, Tensor | None], spans: Spans | None) -> None:
@@ -225,14 +233,15 @@ def evaluate_surrogate(surrogate, new_N, log_ratio_N, credit_N, spans: Spans | N
     return found._replace(slope=torch.where(excluded_N, 0, found.slope))
 
 
-def check_coefficients(kl_coef, entropy_coef, ref_logp: Tensor | None, surrogate) -> None:
-    """Coefficients are finite numbers, a penalty has its reference, the surrogate is one."""
+def check_coefficients(kl_coef, entropy_coef, ref_logp: Tensor | None, surrogate, spans: Spans | None) -> None:
+    """Coefficients are finite numbers, a penalty has its reference, the surrogate is one and has its spans."""
     for name, value in (("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
         if not isinstance(value, int | float) or not -math.inf < value < math.inf:
             raise ValueError(f"{name} is {value!r}, want a finite number")
     if kl_coef and ref_logp is None:
         raise ValueError(f"kl_coef is {kl_coef}, but ref_logp is None: pass ref_logp, or kl_coef=0")
     check_surrogate(surrogate)
+    check_level(surrogate, spans)
 
 
 def k3(logp_N: Tensor, ref_logp_N: Tensor, live_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -190,8 +190,7 @@ def _ratio(
     for name, tensor in (("credit", credit), ("mask", mask)):
         if tensor is not None and tensor.shape != log_ratio.shape:
             raise ValueError(f"{name} has shape {[*tensor.shape]}, want {[*log_ratio.shape]} like log_ratio")
-    if spans is None and surrogate.level != "token":
-        raise ValueError(f"{type(surrogate).__name__} at level {surrogate.level!r} needs spans: pass spans=Spans(...)")
+    check_level(surrogate, spans)
     if spans is not None and spans.num_tokens != log_ratio.shape[0]:
         raise ValueError(f"spans hold {spans.num_tokens} tokens, log_ratio has {log_ratio.shape[0]}: want one N")
     inside = torch.ones_like(log_ratio, dtype=torch.bool) if spans is None else spans.mask
@@ -216,6 +215,12 @@ def check_surrogate(surrogate: object) -> None:
     """Raises ValueError for anything but an instance of a surrogate."""
     if not isinstance(surrogate, Surrogate):
         raise ValueError(f"surrogate is {surrogate!r}, want a PPOClip, GSPO, CISPO or SAPO")
+
+
+def check_level(surrogate: Surrogate, spans: Spans | None) -> None:
+    """Raises ValueError where the level is above token and there are no spans."""
+    if spans is None and surrogate.level != "token":
+        raise ValueError(f"{type(surrogate).__name__} at level {surrogate.level!r} needs spans: pass spans=Spans(...)")
 
 
 def _check_level(surrogate: Surrogate) -> None:

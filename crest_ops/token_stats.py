@@ -125,6 +125,15 @@ def wanted_blocks(target_N: Tensor, num_columns: int, one_batch: bool):
         yield block if len(block) > 1 else block.repeat(2)
 
 
+def clear_unwanted(grad_BTV: Tensor, target_N: Tensor, num_columns: int) -> int:
+    """Zero the gradient of rows that are not wanted and of padded columns. Returns the rows of a batch entry, T."""
+    length = max(1, grad_BTV.shape[1])
+    unwanted = (target_N == UNWANTED).nonzero()[:, 0]
+    grad_BTV[unwanted // length, unwanted % length] = 0
+    grad_BTV[:, :, num_columns:] = 0
+    return length
+
+
 def stats_torch(logits_BTV, target_N, temperature, num_columns, logit_scale, softcap, entropy, sum_sq, power=NATURAL):
     outputs_N = [temperature.new_zeros(len(target_N)) for _ in range(6)]
     scratch = scratch_of(temperature.dtype, len(target_N), num_columns, logits_BTV.device)
@@ -142,10 +151,7 @@ def grad_torch(
     grad_BTV, logits_BTV, target_N, temperature, entropy_N, normaliser, grad_logp, grad_entropy, num_columns,
     logit_scale, softcap, power=NATURAL,
 ):  # fmt: skip
-    length = max(1, logits_BTV.shape[1])
-    unwanted = (target_N == UNWANTED).nonzero()[:, 0]
-    grad_BTV[unwanted // length, unwanted % length] = 0
-    grad_BTV[:, :, num_columns:] = 0
+    length = clear_unwanted(grad_BTV, target_N, num_columns)
     scratch = scratch_of(temperature.dtype, len(target_N), num_columns, logits_BTV.device)
     for rows in wanted_blocks(target_N, num_columns, len(logits_BTV) == 1):
         x_RV = _rows_of(logits_BTV, rows)[:, :num_columns]
