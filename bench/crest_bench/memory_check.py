@@ -1,27 +1,50 @@
-"""`estimate_memory` beside the peak of resident memory that a fresh process shows (Linux, CPU): python -m
-crest_bench.memory_check [CASE ...], each CASE a JSON object like those of CASES.
+"""`estimate_memory` beside the peak of resident memory that a fresh process shows (Linux, CPU).
+
+python -m crest_bench.memory_check: all CASES, to memory_check.csv in the results; with a CASE, a JSON object like them:
+that one alone.
 """
 
 import ctypes
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import torch
 
 import crest_ops
+from crest_bench.command import say_written
+from crest_bench.environment import commit, results
+from crest_bench.rows_file import write_rows
 
 CASES = (
     dict(tokens=16384, share=0.1, hidden=64, vocab=151936, dtype="float32"),
     dict(tokens=16384, share=0.1, hidden=64, vocab=151936),
     dict(tokens=16384, share=0.1, hidden=64, vocab=151936, max_chunk_bytes=64 << 20),
     dict(tokens=16384, share=0.1, hidden=64, vocab=151936, frozen=True),
+    dict(tokens=2048, share=1.0, hidden=576, vocab=49152, dtype="float32"),
+    dict(tokens=2048, share=1.0, hidden=576, vocab=49152),
+    dict(tokens=2048, share=0.25, hidden=576, vocab=49152, dtype="float32"),
+    dict(tokens=2048, share=0.25, hidden=576, vocab=49152),
+    dict(tokens=2048, share=0.1, hidden=576, vocab=49152),
     dict(tokens=2048, share=1.0, hidden=576, vocab=49152, max_chunk_bytes=64 << 20),
     dict(tokens=2048, share=0.25, hidden=576, vocab=49152, logits="float32"),
     dict(tokens=2048, share=0.25, hidden=576, vocab=49152, dtype="float16"),
     dict(tokens=16384, share=0.02, hidden=2560, vocab=16000, frozen=True),
     dict(tokens=4096, share=0.5, hidden=64, vocab=50257, max_chunk_bytes=8 << 20),
 )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case: bytes above the inputs, and their ratio."""
+
+    case: str
+    estimated: int
+    measured: int
+    ratio: float
+    torch: str
+    commit: str
 
 
 def measure(
@@ -70,12 +93,20 @@ def _status(name: str) -> int:
 
 
 def main(arguments: list[str]) -> None:
-    if len(arguments) == 1:
+    if arguments:
         estimated, measured = measure(**json.loads(arguments[0]))
-        print(f"{estimated / measured:5.3f} of {measured / 2**20:7.1f} MiB  {arguments[0]}", flush=True)
+        print(f"{estimated / measured:5.3f} of {measured / 2**20:7.1f} MiB", estimated, measured, flush=True)
         return
-    for case in arguments or map(json.dumps, CASES):
-        subprocess.run([sys.executable, "-m", "crest_bench.memory_check", case], check=True)
+    rows = []
+    for case in map(json.dumps, CASES):
+        command = [sys.executable, "-m", "crest_bench.memory_check", case]
+        told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        estimated, measured = map(int, told.split()[-2:])
+        print(f"{estimated / measured:5.3f} of {measured / 2**20:7.1f} MiB  {case}", flush=True)
+        rows.append(Row(case, estimated, measured, round(estimated / measured, 3), torch.__version__, commit()))
+    path = results() / "memory_check.csv"
+    write_rows(rows, path)
+    say_written(path)
 
 
 if __name__ == "__main__":
