@@ -1,6 +1,9 @@
 """Credit-assignment methods, one file per paper, by name: METHODS["crest"].assign(spans, signals, config).
 
-Each method is a module with `assign`, `Config` (a frozen dataclass, the paper's defaults) and `needs` (signals).
+Each method is a module with `assign`, `Config` (a frozen dataclass, the paper's defaults) and `needs` (signals, with
+these defaults). Where the settings decide what is needed the config has `needs` too; where the paper changes a setting
+from training step to training step, `config.at(step)` is the config of that step. What `assign` returns says how a
+method uses what it knows beside the verifier: see signals.Credit.
 """
 
 from types import MappingProxyType, ModuleType

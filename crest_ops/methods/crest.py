@@ -16,12 +16,10 @@ from ..advantages import turn_advantage
 from ..allocation import Scope, crest_modulation, entropy_gate
 from ..reductions import REDUCTIONS, Total
 from ..segments import segment_expand
-from ..signals import Credit, Signals
+from ..signals import MultiplicativeCredit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
 from .settings import check_arguments, check_numbers, check_settings
-
-needs = ("turn_reward_K", "teacher_gap_N", "surprisal_N")
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,14 @@ class CrestConfig:
         check_settings(self, gate=("surprisal", "entropy"), scope=("batch", "trajectory", "turn"))
         check_numbers(self, lam=(0, sys.float_info.max), eps=(0, 1), rho=(0, 1), tau=(sys.float_info.min, math.inf))
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The signals that these settings need."""
+        return ("turn_reward_K", "teacher_gap_N", f"{self.gate}_N")
+
 
 Config = CrestConfig
+needs = CrestConfig().needs
 
 
 def crest_credit(
@@ -93,19 +97,26 @@ def crest_credit(
     return (advantage_N * phi_N).to(advantage_N.dtype)
 
 
-def assign(spans: Spans, signals: Signals, config: CrestConfig = CrestConfig(), *, total: Total = None) -> Credit:
+def assign(
+    spans: Spans, signals: Signals, config: CrestConfig = CrestConfig(), *, total: Total = None
+) -> MultiplicativeCredit:
     """Credit of every policy token: the advantage of its turn, enlarged where the teacher agrees (crest_credit).
 
     CrEST, arXiv 2608.13179. The teacher is the policy itself, conditioned on the ground-truth tool calls. Gap and
     surprisal are meant to come from the behaviour policy's log-probs (this project's choice: the credit then stays the
     same through the epochs of a batch; on policy it is the paper's). total: the reduction's count over the whole batch,
     if this is a piece of it.
-    Needs turn_reward_K, teacher_gap_N and surprisal_N (entropy_N instead with gate "entropy"). Returns Credit; credit_N
+    Needs turn_reward_K, teacher_gap_N and surprisal_N (entropy_N instead with gate "entropy"). Returns credit_N
     [N] float32 (float64 for float64 rewards), 0 outside the spans.
     Raises ValueError: a signal missing, of the wrong length or not finite.
     """
     check_arguments(spans, signals, config, CrestConfig)
-    turn_reward_K, gap_N, uncertainty_N = signals.require(spans, "turn_reward_K", "teacher_gap_N", f"{config.gate}_N")
+    turn_reward_K, gap_N, uncertainty_N = signals.require(spans, *config.needs)
     advantage_K = turn_advantage(turn_reward_K, spans, unbiased=config.unbiased, eps=config.std_eps)
     credit_N = crest_credit(advantage_K, gap_N, uncertainty_N, spans, config)
-    return Credit(credit_N, REDUCTIONS[config.reduction](spans, total=total), config.surrogate)
+    return MultiplicativeCredit(
+        credit_N,
+        REDUCTIONS[config.reduction](spans, total=total),
+        config.surrogate,
+        advantage_N=segment_expand(advantage_K, spans.turn_of_token),
+    )

@@ -10,7 +10,8 @@ from ..surrogates import check_surrogate
 
 def check_settings(config: Any, **known: tuple[str, ...]) -> None:
     """Raises ValueError naming the field: std_eps < 0, no surrogate, an unknown reduction or a value not known."""
-    check_numbers(config, std_eps=(0, float("inf")))
+    if hasattr(config, "std_eps"):
+        check_numbers(config, std_eps=(0, float("inf")))
     check_surrogate(config.surrogate)
     for name, values in {"reduction": tuple(REDUCTIONS), **known}.items():
         if getattr(config, name) not in values:
@@ -23,6 +24,13 @@ def check_numbers(config: Any, **bounds: tuple[float, float]) -> None:
         value = getattr(config, name)
         if not isinstance(value, int | float) or not low <= value <= high:
             raise ValueError(f"{name} is {value!r}, want a number with {low} <= {name} <= {high}")
+
+
+def decayed(value: float, step: int, steps: int) -> float:
+    """value * max(0, 1 - step / steps): linear to 0 over the first `steps` training steps. Raises ValueError: step < 0."""
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"step is {step!r}, want a training step >= 0")
+    return value * max(0.0, 1 - step / steps)
 
 
 def check_arguments(spans: Any, signals: Any, config: Any, wanted: type) -> None:
