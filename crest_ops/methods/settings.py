@@ -27,7 +27,7 @@ def check_numbers(config: Any, **bounds: tuple[float, float]) -> None:
 
 
 def decayed(value: float, step: int, steps: int) -> float:
-    """value * max(0, 1 - step / steps): linear to 0 over the first `steps` training steps. Raises ValueError: step < 0."""
+    """value * max(0, 1 - step / steps): linear to 0 over `steps` training steps. Raises ValueError: step < 0."""
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"step is {step!r}, want a training step >= 0")
     return value * max(0.0, 1 - step / steps)
