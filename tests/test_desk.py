@@ -284,6 +284,22 @@ def test_an_ending_that_leaves_work_undone_is_the_cause_of_what_follows():
     ]
 
 
+def test_state_keys_are_equal_for_equal_states_alone():
+    """Keys are of the state before an action: the world, what was read, the turn and what is right in it."""
+
+    def keys(*actions, requests=("copy f1 f2", "inc f1")):
+        return [step.info["state_key"] for step in play(begun(Desk(), WORLD, *requests), *actions)]
+
+    start, after_read, again, after_error, written = keys("cat f1", "cat f1", "zz", "set f2 n7", "zz")
+    assert start != after_read == again == after_error and written not in (start, after_read)
+    roundabout = keys("set f2 n7", "cat f1", "set f2 n9", "zz")  # f2 held n9 before
+    assert roundabout[0] == start and roundabout[3] == after_read and len(set(roundabout)) == 4
+    assert keys("zz", requests=("copy f1 f2", "move f3 d2")) == [start]  # what comes later is no part of it
+    next_turn, after_wrong = keys("done", "zz")[1], keys("set f1 n5", "done", "set f1 n4", "zz")[3]
+    assert len({start, next_turn, after_wrong}) == 3  # as next_turn, but there n5 is right and here n6 was
+    assert all(0 <= key < 2**63 for key in (start, after_read, written, next_turn))
+
+
 def test_save_and_restore_are_exact():
     desk = Desk(num_turns=4, coupled=1.0)
     desk.reset(11)

@@ -1,5 +1,9 @@
-"""What can be said of an action of `desk` by rule, without a judge model: role, feedback, error, cause, redundancy."""
+"""What can be said of an action of `desk` by rule, without a judge model.
 
+Role, feedback, error, cause, redundancy, and a key of the state that it was taken in.
+"""
+
+import hashlib
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -53,6 +57,8 @@ class State:
 def judge(state: State, words: tuple[str, ...] | None, reply: str | None, before: World, reward: float | None) -> dict:
     """Step.info (see `Desk`) of the action just played on `state`; also keeps its books of reads and blame.
 
+    Info has `state_key` besides: 63 bits, equal for actions of one turn of the session that found the same world, right
+    outcome and files read; how many actions the turn has had is left out, as in GiGPO (arXiv 2505.10978).
     words, reply: the call (None when not well formed) and what was answered; before: the world before it;
     reward: of the turn, when the action ended it.
     """
@@ -61,6 +67,7 @@ def judge(state: State, words: tuple[str, ...] | None, reply: str | None, before
     wrong = state.unlike_expected()
     written_wrong = [name for name in changed if name in wrong]
     failed = reward == 0.0
+    key = _state_key(state, before)
     name_read = words[1] if words is not None and words[0] == "cat" and not refused else None
     redundant = name_read in state.read if name_read is not None else reply == "ok" and not changed
     if reward is not None:
@@ -83,7 +90,15 @@ def judge(state: State, words: tuple[str, ...] | None, reply: str | None, before
         for name in wrong:
             state.blame.setdefault(name, state.num_actions)
     feedback = -1 if refused else int(reply == "ok")
-    return {"role": role, "feedback": feedback, "error": error, "cause": cause, "redundant": redundant}
+    said = {"role": role, "feedback": feedback, "error": error, "cause": cause, "redundant": redundant}
+    return said | {"state_key": key}
+
+
+def _state_key(state: State, world: World) -> int:
+    right = sorted(state.expected.items()) if state.expected is not None else None
+    answer = state.solution.answer if state.solution is not None else None
+    known = (state.turn_index, sorted(world.items()), right, answer, sorted(state.read))
+    return int.from_bytes(hashlib.blake2b(repr(known).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _role_of_write(state: State, before: World) -> Role:
