@@ -298,10 +298,14 @@ def test_lockstep_smaller_than_the_batch():
 
 def test_sampling_follows_the_probabilities_and_never_leaves_the_support():
     logits = torch.tensor([float("-inf"), 1.0, 2.0, float("-inf"), 0.0, float("-inf")])
-    tokens, logps = rollouts._sample(logits.expand(20_000, -1), 2.0, torch.Generator().manual_seed(0))
+    tokens, logps, entropies = rollouts._sample(logits.expand(20_000, -1), 2.0, torch.Generator().manual_seed(0))
     wanted = (logits / 2.0).softmax(-1)
     counts = torch.bincount(torch.tensor(tokens), minlength=6)
     assert (counts[wanted == 0] == 0).all()
     # 5 standard deviations of a binomial count
     assert ((counts - 20_000 * wanted).abs() <= 5 * (20_000 * wanted * (1 - wanted)).sqrt()).all()
     assert logps[:50] == pytest.approx([float(wanted.log()[token]) for token in tokens[:50]], abs=1e-6)
+        [float(-(wanted[wanted > 0] * wanted[wanted > 0].log()).sum())] * 50, abs=1e-6
+    )
+    entropy = float(torch.special.entr(wanted).sum())
+    assert entropies[:50] == pytest.approx([entropy] * 50, abs=1e-6)

@@ -103,6 +103,35 @@ class RolloutSection(Section):
         return template
 
 
+class TeacherSection(Section):
+    """context: what the self-teacher sees beyond the policy (`contexts.CONTEXTS`).
+
+    insert: "turn" (in the request, one hint for the whole turn), "step" (in the text before each action) or "anchor"
+    (the same, with the hints of all actions that met the same state in the rollouts of the same session).
+    template: the text with its hint, with {text} and {hint}. end: what ends each text of a hint made of several.
+    """
+
+    context: Literal[
+        "ground_truth", "feedback", "next_observation", "future_trajectory", "successful_sibling", "hindsight_skill"
+    ] = "ground_truth"
+    insert: Literal["turn", "step", "anchor"] = "turn"
+    template: str = "{text} <hint> {hint} </hint>"
+    end: str = " ; "
+
+    @field_validator("template")
+    @classmethod
+    def _can_be_filled_in(cls, template: str) -> str:
+        wanted = "wanted a text with {text} and {hint}, other braces doubled"
+        try:
+            fields = {field for _, field, _, _ in Formatter().parse(template)} - {None}
+            template.format(text="a", hint="b")
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise ValueError(f"{wanted} ({error})") from error
+        if not fields <= {"text", "hint"}:
+            raise ValueError(wanted)
+        return template
+
+
 Beta = Annotated[float, Field(strict=True, ge=0, lt=1)]
 
 
@@ -119,6 +148,25 @@ class TrainingSection(Section):
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)  # a list in the file
     clip: float = Field(1.0, gt=0)
     rows_per_micro_batch: int = Field(8, ge=1)
+
+
+class ValueSection(Section):
+    """The value of a state, for the methods that need one (FACTOR, arXiv 2607.16599).
+
+    source: "head" (a small network on the policy's hidden states) or "continuations" (sessions played on from restored
+    states). hidden, rate, polyak, replay: width, learning rate, share of its averaged copy that stays, and steps that
+    it learns from, of the head. checkpoints: states per session that are played on, continuations times for at most
+    max_turns turns; 0: the head's targets are the rollouts' own returns.
+    """
+
+    source: Literal["head", "continuations"] = "head"
+    hidden: int = Field(64, ge=1)
+    rate: float = Field(1e-2, gt=0)
+    polyak: float = Field(0.995, ge=0, lt=1)
+    replay: int = Field(10, ge=1)
+    checkpoints: int = Field(0, ge=0)
+    continuations: int = Field(4, ge=1)
+    max_turns: int = Field(15, ge=1)
 
 
 class EvaluationSection(Section):
@@ -151,6 +199,8 @@ class Config(Section):
     warm_start: WarmStartSection = WarmStartSection()
     method: MethodSection = MethodSection()
     rollout: RolloutSection = RolloutSection()
+    teacher: TeacherSection = TeacherSection()
+    value: ValueSection = ValueSection()
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
     run: RunSection = RunSection()

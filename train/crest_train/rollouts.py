@@ -6,6 +6,8 @@ all rows share one cache index, no mask is needed, and a session costs one visit
 B = sessions, T = token positions, K = turns of a session, R = rows that sample, H = hidden size, V = vocabulary.
 """
 
+import hashlib
+import json
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -27,6 +29,9 @@ from crest_train.model import context_length, head_logits, hidden_states, shaped
 class Action:
     """One action of the policy: its tokens, where they begin in the session (and in the teacher's), what came of it.
 
+    entropy: of the policy's distribution at each token (nats, at the sampling temperature).
+    state_key: names the state that the action met; equal for equal states: info["state_key"] where the environment
+        tells it, else a digest of the turn's place and of all texts shown in the turn so far.
     cut: stopped by `max_action_tokens` (the environment saw its text) or by the model's context (it did not).
     """
 
@@ -35,6 +40,8 @@ class Action:
     teacher_start: int
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)
+    state_key: int = 0
     text: str = ""
     observation: str | None = None
     info: dict[str, Any] = field(default_factory=dict)
@@ -45,13 +52,16 @@ class Action:
 class Session:
     """One played session: its tokens behind the prompt, its actions, and the verified reward of every turn reached.
 
+    gold: ground truth of every turn begun, where it was asked for (`Sampling.gold`); else empty.
     cut: the session reached the model's context; the turn it was in has reward 0 and later turns do not exist.
     """
 
     seed: int
+    system: str
     prompt: list[int]
     num_turns: int
     requests: list[str]
+    gold: list[str]
     ids: list[int]
     teacher_ids: list[int]
     actions: list[Action]
@@ -65,7 +75,7 @@ class Rollout:
 
     ids [B,T] int64: 0 behind a session's end. policy [B,T] bool: True where the policy wrote the token.
     turn [B,T] int64: place of the token's turn in its session, -1 where the policy did not write.
-    old_logp [B,T] float32: log-prob at the sampling temperature, 0 where the policy did not write.
+    old_logp, entropy [B,T] float32: log-prob and entropy at the sampling temperature, 0 where the policy did not write.
     turn_reward [B,K] float32: 0 for turns not reached. reached [B,K] bool. num_turns [B] int64.
     teacher_ids [B,T'], teacher_position [B,T] int64: the hinted sessions, and where each policy token stands in them (0
         elsewhere); None when no teacher stream was asked for.
@@ -77,6 +87,7 @@ class Rollout:
     policy: torch.Tensor
     turn: torch.Tensor
     old_logp: torch.Tensor
+    entropy: torch.Tensor
     turn_reward: torch.Tensor
     reached: torch.Tensor
     num_turns: torch.Tensor
@@ -116,6 +127,7 @@ class Rollout:
 class Sampling:
     """How the policy writes: temperature > 0, at most max_action_tokens per action, `rows` sessions in one lockstep.
 
+    gold: record the ground truth of every turn begun.
     teacher_template: how a turn's ground truth enters the self-teacher's request, with {request} and {gold}; None for
         no teacher stream.
     """
@@ -123,6 +135,7 @@ class Sampling:
     temperature: float = 1.0
     max_action_tokens: int = 8
     rows: int = 128
+    gold: bool = False
     teacher_template: str | None = None
 
 
@@ -195,7 +208,9 @@ class _Row:
         request = checked_opening(environment, seed)
         prompt, opening = chat.open(environment.system, request)
         self.room = context - len(prompt)
-        self.session = Session(seed, prompt, environment.num_turns, [], [], [], [], [], cut=False)
+        self.session = Session(
+            seed, environment.system, prompt, environment.num_turns, [], [], [], [], [], [], cut=False
+        )
         self.pending: deque[int] = deque()
         self.over = False
         self._force(opening, chat.open(environment.system, self._hinted(request))[1])
@@ -205,11 +220,12 @@ class _Row:
         """The next tokens to feed; a session that is over feeds nothing of meaning."""
         return [0] * width if self.over else [self.pending.popleft() for _ in range(width)]
 
-    def write(self, token: int, logp: float) -> None:
+    def write(self, token: int, logp: float, entropy: float) -> None:
         """Take a sampled token; play the action when it ends."""
         action = self.action
         action.tokens.append(token)
         action.logp.append(logp)
+        action.entropy.append(entropy)
         ended = token == self.chat.end_token
         if ended or len(action.tokens) == self.sampling.max_action_tokens:
             self._play_action(action, ended)
@@ -223,7 +239,7 @@ class _Row:
         """Take an action that is known in advance, as far as the context reaches."""
         for token in tokens:
             if not self.over:
-                self.write(token, 0.0)
+                self.write(token, 0.0, 0.0)
 
     def gold(self) -> str:
         """The ground truth of the turn under way."""
@@ -232,6 +248,7 @@ class _Row:
     def _begin_action(self) -> None:
         session = self.session
         self.action = Action(len(session.turn_reward), len(session.ids), len(session.teacher_ids))
+        self.action.state_key = self._digest_of_texts()
         self.taken = max(len(session.ids), len(session.teacher_ids))
         if self.taken >= self.room:
             self._cut()
@@ -244,6 +261,7 @@ class _Row:
         action.cut = not ended
         step = checked_step(self.environment, action.text, action.turn, session.num_turns)
         action.observation, action.info = step.observation, step.info
+        action.state_key = step.info.get("state_key", action.state_key)
         session.ids += action.tokens
         session.teacher_ids += action.tokens
         if step.turn_reward is not None:
@@ -260,6 +278,12 @@ class _Row:
         self._force(reply, hinted)
         self._begin_action()
 
+    def _digest_of_texts(self) -> int:
+        turn = self.action.turn
+        shown = [action.observation for action in self.session.actions if action.turn == turn]
+        texts = json.dumps([turn, self.session.requests[turn], *shown])
+        return int.from_bytes(hashlib.blake2b(texts.encode(), digest_size=8).digest(), "little") >> 1
+
     def _force(self, ids: list[int], teacher_ids: list[int]) -> None:
         self.pending.extend(ids)
         self.session.ids += ids
@@ -267,6 +291,8 @@ class _Row:
 
     def _hinted(self, request: str) -> str:
         self.session.requests.append(request)
+        if self.sampling.gold:
+            self.session.gold.append(self.gold())
         template = self.sampling.teacher_template
         return request if template is None else template.format(request=request, gold=self.gold())
 
@@ -302,34 +328,39 @@ def _play(
         if not ready:
             continue
         logits_RV = shaped_logits(head_logits(model, hidden_BH[ready]), **options)
-        for slot, token, logp in zip(ready, *_sample(logits_RV, temperature, generator), strict=True):
-            rows[slot].write(token, logp)
+        for slot, token, logp, entropy in zip(ready, *_sample(logits_RV, temperature, generator), strict=True):
+            rows[slot].write(token, logp, entropy)
 
 
-def _sample(logits_RV: torch.Tensor, temperature: float, generator: torch.Generator) -> tuple[list[int], list[float]]:
-    """One token per row and its log-prob: where a uniform number falls among the summed probabilities."""
+def _sample(
+    logits_RV: torch.Tensor, temperature: float, generator: torch.Generator
+) -> tuple[list[int], list[float], list[float]]:
+    """One token per row, its log-prob and the entropy: where a uniform number falls among the summed probabilities."""
     logp_RV = (logits_RV / temperature).log_softmax(-1)
     sum_RV = logp_RV.exp().cumsum(-1, dtype=torch.float64)
+    entropy_R = torch.special.entr(logp_RV.exp()).sum(-1)
     uniform_R1 = torch.rand(len(logp_RV), 1, dtype=torch.float64, device=logp_RV.device, generator=generator)
     chosen_R1 = torch.searchsorted(sum_RV, uniform_R1 * sum_RV[:, -1:], right=True)
-    return chosen_R1.squeeze(1).tolist(), logp_RV.gather(1, chosen_R1).squeeze(1).tolist()
+    return chosen_R1.squeeze(1).tolist(), logp_RV.gather(1, chosen_R1).squeeze(1).tolist(), entropy_R.tolist()
 
 
 def _as_tensors(sessions: list[Session], sampling: Sampling, seconds: float) -> Rollout:
     with_teacher = sampling.teacher_template is not None
     length = max(len(session.ids) for session in sessions)
     turns = max(session.num_turns for session in sessions)
-    turn, old_logp, position = [], [], []
+    turn, old_logp, entropy, position = [], [], [], []
     for session in sessions:
-        turn_T, logp_T, position_T = [-1] * length, [0.0] * length, [0] * length
+        turn_T, logp_T, entropy_T, position_T = [-1] * length, [0.0] * length, [0.0] * length, [0] * length
         for action in session.actions:
             size = len(action.tokens)
             written = slice(action.start, action.start + size)
             turn_T[written] = [action.turn] * size
             logp_T[written] = action.logp
+            entropy_T[written] = action.entropy
             position_T[written] = range(action.teacher_start, action.teacher_start + size)
         turn.append(turn_T)
         old_logp.append(logp_T)
+        entropy.append(entropy_T)
         position.append(position_T)
     turn_BT = torch.tensor(turn, dtype=torch.int64)
     rewards = [session.turn_reward for session in sessions]
@@ -339,6 +370,7 @@ def _as_tensors(sessions: list[Session], sampling: Sampling, seconds: float) -> 
         policy=turn_BT >= 0,
         turn=turn_BT,
         old_logp=torch.tensor(old_logp, dtype=torch.float32),
+        entropy=torch.tensor(entropy, dtype=torch.float32),
         turn_reward=torch.tensor([reward + [0.0] * (turns - len(reward)) for reward in rewards]),
         reached=torch.tensor([[k < len(reward) for k in range(turns)] for reward in rewards]),
         num_turns=torch.tensor([session.num_turns for session in sessions]),

@@ -3,12 +3,27 @@
 B = sessions, T = token positions, R = policy-written positions.
 """
 
+from dataclasses import dataclass
+
 import torch
 from transformers import PreTrainedModel
 
 from crest_ops import head_of, linear_token_stats
 from crest_train.model import hidden_states, shared_prompt
 from crest_train.rollouts import Rollout
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The self-teacher's distributions at all R policy-written positions of a rollout, read row by row.
+
+    hidden [R,H]: hidden states that its head turns into logits. head_weight [V,H]: a copy, since the policy learns.
+    known [R] bool: False where there was no hint, or no room for it; hidden is 0 there, and nothing is to be learned.
+    """
+
+    hidden: torch.Tensor
+    head_weight: torch.Tensor
+    known: torch.Tensor
 
 
 @torch.no_grad()
