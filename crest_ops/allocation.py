@@ -3,7 +3,7 @@
 A direction s in {-1, 0, +1} is the sign of the verified advantage; s = 0 is neutral everywhere: weight 1, gate closed,
 whatever the teacher says. Arithmetic in the dtype of the inputs, element by element unless spans are taken.
 
-Shape letters: N token positions.
+Shape letters: N token positions, S actions.
 """
 
 from typing import Literal
@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .segments import segment_zscore
+from .segments import segment_expand, segment_softmax, segment_zscore
 from .spans import Spans
 
 MAX_EXPONENT = 20.0
@@ -105,6 +105,35 @@ def crest_modulation(
     excess = agreement_weight(sign, gap, tau, eps) - 1
     strength = (lam * (1 + rho * (2 * gate - 1))).clamp(0, lam)
     return torch.where(direction_gate(sign, gap), 1 + strength * excess, 1)
+
+
+def softmax_allocation(sign: Tensor, gap: Tensor, spans: Spans, *, eta: float, tau: float, clip: float) -> Tensor:
+    """Share of its action's credit that each token gets, by how much the teacher sides with the action's direction.
+
+    omega_j = L * rho_j,  rho_j = (1 - eta) / L + eta * softmax_j(s * clip(gap_j, -clip, clip) / tau),  L tokens.
+    HTA and APM of FACTOR, arXiv 2608.07118 (eta .7, tau 1, clip 3). The mean over an action is 1 whatever the teacher
+    says, and omega >= 1 - eta; exactly 1 for eta = 0, where s = 0, and for an action of one token. Clipping keeps every
+    omega of an action within exp(2 * clip / tau) of every other. A gap of NaN counts only where s = 0: not at all.
+
+    sign [S]: direction of the action. gap [N] real, teacher minus student log-prob of the realised token, looked at
+    inside the spans only. clip > 0, inf leaves the gap as it is. Returns [N], 0 outside the spans.
+    Raises ValueError: wrong shapes, eta outside [0, 1], tau <= 0, clip <= 0.
+    """
+    for name, found, length in (("sign", sign, spans.num_actions), ("gap", gap, spans.num_tokens)):
+        if [*found.shape] != [length]:
+            raise ValueError(f"{name} has shape {[*found.shape]}, want [{length}] to match the spans")
+    if not 0 <= eta <= 1:
+        raise ValueError(f"eta is {eta}, want 0 <= eta <= 1")
+    if not tau > 0:
+        raise ValueError(f"tau is {tau}, want tau > 0")
+    if not clip > 0:
+        raise ValueError(f"clip is {clip}, want clip > 0")
+    sign_N = segment_expand(sign, spans.action_of_token)
+    evidence_N = torch.where(sign_N == 0, 0, sign_N * gap.clamp(-clip, clip) / tau)
+    share_N = segment_softmax(evidence_N, spans.action_of_token, spans.num_actions)
+    relative_N = share_N * segment_expand(spans.action_length, spans.action_of_token)
+    omega_N = torch.lerp(torch.ones_like(relative_N), relative_N, eta)
+    return torch.where(spans.mask, torch.where(sign_N == 0, 1, omega_N), 0)
 
 
 def _check_one_shape(**tensors: Tensor) -> None:
