@@ -57,11 +57,16 @@ def _cache_argument(model_type: type) -> str:
     return "cache" if "cache" in inspect.signature(model_type.forward).parameters else "past_key_values"
 
 
-def hidden_states(model: PreTrainedModel, ids_BT: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
-    """Last hidden states [B,T,H] of ids [B,T] int64 that follow what the cache holds (which then holds them too)."""
+def hidden_states(
+    model: PreTrainedModel, ids_BT: torch.Tensor, cache: Cache | None = None, **others: torch.Tensor
+) -> torch.Tensor:
+    """Last hidden states [B,T,H] of ids [B,T] int64 that follow what the cache holds (which then holds them too).
+
+    others: attention_mask and position_ids, where rows do not all begin at the cache's first position.
+    """
     base = model.base_model
     arguments = {_cache_argument(type(base)): cache, "use_cache": cache is not None}
-    return base(input_ids=ids_BT, **arguments).last_hidden_state
+    return base(input_ids=ids_BT, **arguments, **others).last_hidden_state
 
 
 def encode_prompt(model: PreTrainedModel, prompt: list[int]) -> KeyValues:
