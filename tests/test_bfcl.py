@@ -4,11 +4,12 @@ import json
 import warnings
 
 import pytest
-from crest_train.environments import bfcl
+from crest_train.environments import bfcl, bfcl_rules
 from crest_train.environments.bfcl import Bfcl
 from crest_train.environments.bfcl_calls import BadCall, Call, parse, run
 from crest_train.environments.bfcl_data import CATEGORIES, Benchmark, Session, session_id
 from crest_train.environments.bfcl_prompt import json_schema, signature, tool_docs
+from crest_train.environments.protocol import Role
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +47,35 @@ class Lamp:
         raise AssertionError("a private method was called")
 
 
+class Desk:
+    """Drawers with things in them; an error names the thing that it is about."""
+
+    def __init__(self):
+        self.drawers = {}
+        self._open = self.drawers
+
+    def _load_scenario(self, scenario, long_context=False):
+        pass
+
+    def make(self, name: str):
+        if name in self.drawers:
+            return {"error": f"make: '{name}' exists"}
+        self.drawers[name] = {"kind": "drawer"}
+
+    def take(self, name: str):
+        if name not in self.drawers:
+            return {"error": f"take: no '{name}'"}
+        del self.drawers[name]
+
+    def put(self, name: str, thing: str):
+        if name not in self.drawers:
+            return {"error": f"put: no '{name}'"}
+        self.drawers[name][thing] = 1
+
+    def open(self, name: str):
+        self._open = self.drawers[name]
+
+
 def _doc(name, properties=None, required=()):
     parameters = {"type": "dict", "properties": properties or {}, "required": list(required)}
     return {"name": name, "description": f"Tool {name}.", "parameters": parameters, "response": {"type": "dict"}}
@@ -79,10 +109,16 @@ MISS_FUNC = _session(
     (("switch(on=True)",), (), ("colour(name='blue')",)),
     revealed={2: ("colour",)},
 )
+DRAWERS = _session(
+    "multi_turn_base_5",
+    ("A drawer.", "Ink."),
+    (("make('pens')", "put('pens', 'red')"), ("put('pens', 'ink')",)),
+    apis=("Desk",),
+)
 
 
 def _new_lamp(api, scenario, long_context):
-    lamp = Lamp()
+    lamp = {"Lamp": Lamp, "Desk": Desk}[api]()
     lamp._load_scenario(scenario, long_context)
     return lamp
 
@@ -103,8 +139,8 @@ def toy(monkeypatch):
         id: _session(id, ("Look.",), (("look()",),), apis=("Lamp", "Fan")[: 1 + (i % 4 == 0)])
         for i, id in enumerate(ids)
     }
-    sessions = fillers | {session.id: session for session in (BASE, MISS_FUNC)}
-    benchmark = Benchmark(sessions, {"Lamp": DOCS, "Fan": ()}, _new_lamp, _same_state, _covers)
+    sessions = fillers | {session.id: session for session in (BASE, MISS_FUNC, DRAWERS)}
+    benchmark = Benchmark(sessions, {"Lamp": DOCS, "Fan": (), "Desk": ()}, _new_lamp, _same_state, _covers)
     monkeypatch.setattr(bfcl, "benchmark", lambda: benchmark)
     monkeypatch.setitem(SHARED, "colour", "red")
 
@@ -309,17 +345,82 @@ def test_a_turn_without_an_end_is_cut_off_and_fails():
     assert env.step("look()").turn_reward is None and env.step("done").turn_reward == 1.0
 
 
+def _facts(*steps):
+    names = ("error", "feedback", "redundant")
+    return [tuple(step.info[name] for name in names) for step in steps]
+
+
 def test_info_and_observation():
     env = _started()
     step = env.step("[switch(on=True), look()]")
     assert step.observation == '{"on": true}\n{"on": true, "colour": "red"}'
-    assert step.info == {"error": False, "feedback": 1, "redundant": False}
-    assert env.step("look()").info["redundant"] is True
-    assert env.step("look(1)").info == {"error": True, "feedback": -1, "redundant": False}
-    assert env.step("look(").info == {"error": True, "feedback": -1, "redundant": False}
+    steps = [step, env.step("look()"), env.step("look(1)"), env.step("look(")]
+    assert _facts(*steps) == [(False, 1, False), (False, 1, True), (True, -1, False), (True, -1, False)]
     assert env.step(r"write('\ud800')").observation == "?"
     step = env.step("done")
-    assert step.observation is None and step.info == {"error": False, "feedback": 0, "redundant": False}
+    assert step.observation is None and _facts(step) == [(False, 0, False)]
+
+
+def _judged(env, *actions):
+    infos = [env.step(action).info for action in actions]
+    return [(info["role"], info["error"], info["cause"]) for info in infos]
+
+
+def test_roles_by_rule():
+    """The turn's ground truth leaves the lamp on and blue."""
+    env = _started()
+    actions = ("look()", "look()", "switch(on=True)", "colour('green')", "colour('red')", "switch(on=False)", "look(")
+    assert _judged(env, *actions) == [
+        (Role.EXPLORATION, False, -1),
+        (Role.NO_PROGRESS, False, -1),  # it was told already
+        (Role.PROGRESS, False, -1),
+        (Role.NO_PROGRESS, False, -1),  # wrong before and after
+        (Role.NO_PROGRESS, False, -1),
+        (Role.REGRESSION, False, -1),
+        (Role.NO_PROGRESS, True, -1),
+    ]
+    assert _judged(env, "[switch(on=True), colour('blue')]\ndone") == [(Role.PROGRESS, False, -1)]
+    assert _judged(env, "done") == [(Role.REGRESSION, False, -1)]  # nothing was looked up
+    assert _judged(_started(max_actions=1), "switch(on=True)") == [(Role.REGRESSION, False, -1)]
+
+
+def test_a_cause_is_the_action_that_left_what_the_error_names_otherwise_than_the_ground_truth_has_it():
+    env = _started("multi_turn_base_5")  # wants the drawer "pens" with "red" in it, then "ink" in that
+    assert _judged(env, "put('pen', 'red')", "put('pens', 'red')", "make('pens')", "take('pens')", "make('pen')") == [
+        (Role.NO_PROGRESS, True, -1),  # "red" is wanted and was not put anywhere: from now on this is to blame
+        (Role.NO_PROGRESS, True, -1),  # and this for "pens",
+        (Role.PROGRESS, False, -1),  # until here
+        (Role.REGRESSION, False, -1),
+        (Role.REGRESSION, False, -1),
+    ]
+    assert _judged(env, "take('pens')", "make('pen')", "take('red')", "done") == [
+        (Role.NO_PROGRESS, True, 3),
+        (Role.NO_PROGRESS, True, 4),
+        (Role.NO_PROGRESS, True, 0),
+        (Role.REGRESSION, False, -1),
+    ]
+    env.begin("multi_turn_base_5")
+    assert _judged(env, "done", "put('pens', 'ink')") == [
+        (Role.REGRESSION, False, -1),
+        (Role.NO_PROGRESS, True, 0),  # the turn that was to make it ended without
+    ]
+
+
+def test_state_keys_are_equal_for_equal_states_alone():
+    def keys(*actions):
+        env = _started("multi_turn_base_5")
+        return [env.step(action).info["state_key"] for action in actions]
+
+    start, failed, made, looked = keys("take('pens')", "make('pens')", "open('pens')", "take('pens')")
+    assert start == failed and len({start, made, looked}) == 3  # a drawer that is open is another state
+    assert keys("make('pens')", "take('pens')", "make('pens')", "done")[1:] == [made, start, made]
+    assert keys("done", "done")[1] != start and all(0 <= key < 2**63 for key in (start, made))
+
+
+def test_what_holds_itself_is_laid_out_once():
+    desk = Desk()
+    desk.drawers["a"] = desk.drawers
+    assert bfcl_rules.layout({"Desk": desk}) == {("Desk", "_open"): ("Desk", "drawers")}
 
 
 def test_a_session_that_is_over_or_not_begun():
@@ -460,7 +561,7 @@ def test_sessions_of_some_apis():
         ({"categories": []}, "categories"),
         ({"tool_docs": "xml"}, "tool_docs: found 'xml', wanted one of compact, json"),
         ({"max_actions": 0}, "max_actions: found 0"),
-        ({"apis": ["Lmap"]}, "apis: .*wanted a list of Fan, Lamp"),
+        ({"apis": ["Lmap"]}, "apis: .*wanted a list of Desk, Fan, Lamp"),
         ({"apis": "Lamp"}, "apis"),
         ({"apis": ["Fan"]}, "no session can be played"),
     ],

@@ -7,6 +7,7 @@ import pytest
 from crest_train.environments.bfcl import Bfcl
 from crest_train.environments.bfcl_calls import parse, run
 from crest_train.environments.bfcl_data import CATEGORIES, benchmark
+from crest_train.environments.protocol import Role
 from crest_train.fetch import path_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,6 +58,32 @@ def test_the_ground_truth_earns_every_turn(category, whole):
             rewards.append(step.turn_reward)
         assert step.done
     assert len(_ids(category)) == 200 and rewards == [1.0] * TURNS[category]
+
+
+def test_rules_on_the_ground_truth_and_on_an_error_with_its_echo():
+    env = Bfcl(max_actions=40)
+    regressions = actions = 0
+    for id in _ids("base"):
+        env.begin(id)
+        for _ in range(env.num_turns):
+            steps = [env.step(action) for action in env.gold().splitlines()]
+            assert steps[-1].info["role"] == Role.PROGRESS
+            assert all(step.info["cause"] == -1 for step in steps)
+            regressions += sum(step.info["role"] == Role.REGRESSION for step in steps)
+            actions += len(steps)
+    assert 0 < regressions < 0.02 * actions  # of a value that a later call of the turn sets once more
+    env.begin("multi_turn_base_0")
+    actions = env.gold().splitlines()
+    assert actions[1] == "mkdir(dir_name='temp')"
+    actions[1] = "mkdir(dir_name='tmp')"
+    steps = [env.step(action) for action in actions[:-1]] + [env.step("cd(folder='temp')"), env.step("cd(folder='x')")]
+    assert [(step.info["error"], step.info["cause"]) for step in steps] == [
+        (False, -1),
+        (False, -1),  # a wrong name: nothing fails yet
+        (False, -1),  # moves the file to the name that it was to have as a folder
+        (True, 2),
+        (True, -1),
+    ]
 
 
 @pytest.mark.parametrize("wrong", ["done", "no_such_tool(x=1)\ndone", "Sorry, I cannot.", "cd(folder=\n"])

@@ -11,9 +11,10 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from crest_train.environments import bfcl_calls, bfcl_prompt
+from crest_train.environments import bfcl_calls, bfcl_prompt, bfcl_rules
 from crest_train.environments.bfcl_calls import DONE, BadCall, Call
 from crest_train.environments.bfcl_data import CATEGORIES, Benchmark, Session, benchmark, session_id
+from crest_train.environments.bfcl_rules import Layout
 from crest_train.environments.protocol import Step
 
 SPLITS = ("train", "eval")
@@ -36,9 +37,20 @@ class _State:
     """Of the whole session: the benchmark lets a reply of an earlier turn count."""
     calls: dict[str, str] = field(default_factory=dict)
     """Calls of the turn and their last replies."""
+    gold_replies: list[str] = field(default_factory=list)
+    """Of the turn's ground-truth calls."""
+    target: Layout = field(default_factory=dict)
+    """What the ground truth leaves at the turn's end."""
+    found: Layout = field(default_factory=dict)
+    """What the actions have left so far."""
+    number: int = 0
+    """Of actions, over the session."""
+    blame: dict[str, int] = field(default_factory=dict)
+    """Name of what is not as it should be -> number of the action that left it so."""
 
     def copy(self) -> "_State":
-        return copy.deepcopy(self, {id(self.session): self.session})
+        shared = (self.session, self.target, self.found)  # never written to
+        return copy.deepcopy(self, {id(part): part for part in shared})
 
 
 class Bfcl:
@@ -60,8 +72,11 @@ class Bfcl:
 
     `excluded` and not yet revealed tools are left out of the docs; as in the benchmark, a call of one still runs.
 
-    Step.info: `error` (a call failed or could not be read), `feedback` (-1 after an error, +1 when all calls worked,
-    0 without calls), `redundant` (every call was already made in this turn with the same reply).
+    Step.info, all by rule (bfcl_rules): `error` (a call failed or could not be read), `feedback` (-1 after an error, +1
+    when all calls worked, 0 without calls), `redundant` (every call was already made in this turn with the same reply),
+    `role` (`bfcl_rules.Role`; the ground truth's state at the turn's end is what progress is measured against), `cause`
+    (number, from 0, of the earlier action that left what a failed call's text names other than the ground truth has it,
+    or -1), `state_key` (equal for actions of one turn that found the same state).
     """
 
     def __init__(
@@ -118,6 +133,8 @@ class Bfcl:
         docs = [doc for doc in self._docs(session) if doc["name"] not in hidden]
         system = bfcl_prompt.system_prompt(docs, self.tool_docs)
         self._state = _State(session, system, self._new_instances(session), self._new_instances(session))
+        self._state.found = bfcl_rules.layout(self._state.instances)
+        self._play_gold()
         return self._request()
 
     def gold(self) -> str:
@@ -136,18 +153,20 @@ class Bfcl:
         """Play one action. Raises ValueError only when the session is over or not begun."""
         state = self._running()
         state.num_actions += 1
+        calls, failures, ends_turn, observation = [], [], False, None
+        info = {"error": True, "feedback": -1, "redundant": False}
         try:
             calls, ends_turn = bfcl_calls.parse(action)
         except BadCall as error:
-            observation, info, ends_turn = str(error), {"error": True, "feedback": -1, "redundant": False}, False
+            observation = str(error)
         else:
-            observation, info = self._run(calls)
+            observation, info, failures = self._run(calls)
         reward = None
         if ends_turn:
             reward = float(self._verify())
         elif state.num_actions >= self.max_actions:
-            self._verify()
             reward = 0.0
+        info |= self._judge(calls, failures, reward, reads=not info["error"] and not info["redundant"])
         request = self._next_request() if reward is not None else None
         return Step(observation=observation, turn_reward=reward, request=request, info=info)
 
@@ -159,11 +178,12 @@ class Bfcl:
             raise ValueError(f"apis: found {sorted(apis)}, which no session can be played with; wanted more of them")
         return chosen
 
-    def _run(self, calls: Sequence[Call]) -> tuple[str | None, dict[str, Any]]:
+    def _run(self, calls: Sequence[Call]) -> tuple[str | None, dict[str, Any], list[tuple[Call, str]]]:
+        """The replies as one text, what they say of the action, and the calls that failed with their replies."""
         state = self._state
         results = [bfcl_calls.run(call, state.instances) for call in calls]
         made = {call.text: result.text for call, result in zip(calls, results, strict=True)}
-        failed = any(result.failed for result in results)
+        failures = [(call, result.text) for call, result in zip(calls, results, strict=True) if result.failed]
         redundant = bool(made) and made.items() <= state.calls.items()
         state.calls |= made
         state.replies += [result.text for result in results]
@@ -171,19 +191,47 @@ class Bfcl:
         observation = (
             "\n".join(result.text for result in results).encode(errors="replace").decode() if results else None
         )
-        feedback = (-1 if failed else 1) if results else 0
-        return observation, {"error": failed, "feedback": feedback, "redundant": redundant}
+        feedback = (-1 if failures else 1) if results else 0
+        return observation, {"error": bool(failures), "feedback": feedback, "redundant": redundant}, failures
+
+    def _judge(
+        self, calls: Sequence[Call], failures: Sequence[tuple[Call, str]], reward: float | None, *, reads: bool
+    ) -> dict[str, Any]:
+        """Role, cause and state_key of the action just played; also keeps the books of what is to blame for what."""
+        state, before = self._state, self._state.found
+        if calls:
+            state.found = bfcl_rules.layout(state.instances)
+        said = {
+            "role": bfcl_rules.role(before, state.found, state.target, reads=reads and bool(calls), reward=reward),
+            "cause": bfcl_rules.cause(state.blame, [text for _, text in failures]),
+            "state_key": bfcl_rules.state_key(state.turn, before),
+        }
+        state.blame = bfcl_rules.blamed(
+            state.blame,
+            state.number,
+            before,
+            state.found,
+            state.target,
+            failed_calls=[call.text for call, _ in failures],
+            turn_failed=reward == 0,
+        )
+        state.number += 1
+        return said
+
+    def _play_gold(self) -> None:
+        """Play the turn's ground truth on its own instances."""
+        state = self._state
+        state.gold_replies = [bfcl_calls.run(call, state.gold_instances).text for call in self._gold_calls()]
+        state.target = bfcl_rules.layout(state.gold_instances)
 
     def _verify(self) -> bool:
-        """Play the turn's ground truth on its own instances, and compare."""
+        """Whether the turn may end as it is."""
         state = self._state
-        gold_calls = self._gold_calls()
-        gold_replies = [bfcl_calls.run(call, state.gold_instances).text for call in gold_calls]
-        if not gold_calls or not state.calls:
-            return bool(gold_calls) == bool(state.calls)
+        if not state.gold_replies or not state.calls:
+            return bool(state.gold_replies) == bool(state.calls)
         try:
             return self._benchmark.same_state(state.instances, state.gold_instances) and self._benchmark.covers(
-                state.replies, gold_replies, state.turn
+                state.replies, state.gold_replies, state.turn
             )
         except RecursionError:
             return False  # a folder copied into itself is endless, and no ground truth holds one
@@ -197,7 +245,10 @@ class Bfcl:
         state.turn += 1
         state.num_actions = 0
         state.calls = {}
-        return self._request() if state.turn < self.num_turns else None
+        if state.turn >= self.num_turns:
+            return None
+        self._play_gold()
+        return self._request()
 
     def _request(self) -> str:
         state = self._state

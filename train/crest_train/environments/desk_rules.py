@@ -5,19 +5,10 @@ Role, feedback, error, cause, redundancy, and a key of the state that it was tak
 
 import hashlib
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 
 from crest_train.environments.desk_sessions import Session, Solution, Turn
 from crest_train.environments.desk_world import World, differing
-
-
-class Role(IntEnum):
-    """What an action did for its turn, in the four roles of TRIAGE (arXiv 2606.32017)."""
-
-    PROGRESS = 0
-    EXPLORATION = 1
-    NO_PROGRESS = 2
-    REGRESSION = 3
+from crest_train.environments.protocol import Role
 
 
 @dataclass

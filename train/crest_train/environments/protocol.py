@@ -1,7 +1,17 @@
 """What an environment is to the trainer: text in, text out, a verified reward for every user turn."""
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Protocol
+
+
+class Role(IntEnum):
+    """What an action did for its turn, in the four roles of TRIAGE (arXiv 2606.32017)."""
+
+    PROGRESS = 0
+    EXPLORATION = 1
+    NO_PROGRESS = 2
+    REGRESSION = 3
 
 
 @dataclass(frozen=True)
@@ -11,7 +21,11 @@ class Step:
     observation: the tool's reply, appended as tokens that are never trained on; None when nothing is replied.
     turn_reward: the verified reward of the turn, in [0, 1], when this action ended it; None while the turn goes on.
     request: the next user request, when the turn ended and another follows; None otherwise.
-    info: what rules can say of the action (role, error, cause, ...), for the credit methods that ask for it.
+    info: what rules can say of the action, for the credit methods that ask for it (what is missing is asked for only by
+        a method that needs it): `role` (Role), `feedback` (int: -1, 0, +1 read from the reply), `error` (bool: the
+        action failed), `cause` (int: number, from 0 and counted over the session, of the earlier action whose error
+        made this one fail, else -1), `state_key` (int below 2^63: equal for actions that found the same state),
+        `redundant` (bool).
     """
 
     observation: str | None = None
