@@ -1,9 +1,9 @@
-"""How much credit: a trajectory's or a turn's outcome against the rollouts that share its task.
+"""How much credit: a trajectory's, a turn's or an action's outcome against the rollouts that share its task.
 
 Every function takes `spans`, the Spans that say which rollouts share a task. unbiased: sample (True) or population
 (False) standard deviation; eps is added to it.
 
-Shape letters: K turns, B trajectories.
+Shape letters: S actions, K turns, B trajectories.
 """
 
 from typing import Literal
@@ -77,6 +77,58 @@ def turn_advantage(turn_reward: Tensor, spans: Spans, *, unbiased: bool = True, 
     """
     _check_length("turn_reward", turn_reward, spans.num_turns, "[K]")
     return segment_zscore(turn_reward, spans.cohort_of_turn, spans.num_turns, unbiased=unbiased, eps=eps)
+
+
+def anchor_of_action(state_key: Tensor, spans: Spans) -> Tensor:
+    """Anchor group of each action: id_s = id_t exactly where both task group and state_key are equal.
+
+    GiGPO, arXiv 2505.10978, section "step relative advantages": the actions that rollouts of one task took in the same
+    state. Keys are compared whole, as 64 bits; ids are 0, 1, ... in the order of (group, key) and depend on nothing
+    else.
+
+    state_key [S] int. Returns [S] int64 in [0, S). Raises ValueError: wrong shape or dtype.
+    """
+    _check_length("state_key", state_key, spans.num_actions, "[S]")
+    if state_key.is_floating_point():
+        raise ValueError(f"state_key has dtype {state_key.dtype}, want int")
+    group_S = spans.group_of_trajectory[spans.trajectory_of_action]
+    # Two ranks below S in one int64: no two pairs meet, whatever the keys hold.
+    return _dense_rank(group_S * spans.num_actions + _dense_rank(state_key.long()))
+
+
+def anchor_advantage(
+    returns: Tensor,
+    state_key: Tensor,
+    spans: Spans,
+    *,
+    scale: Literal["std", "none"] = "none",
+    unbiased: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Advantage of each action among the actions that its task's rollouts took in the same state.
+
+    A_s = R_s - mean_a R, with scale "std" A_s = (R_s - mean_a R) / (std_a R + eps), a = anchor_of_action(state_key)_s.
+    GiGPO, arXiv 2505.10978, step relative advantage ("none" and the sample std are its authors' code). An action alone
+    in its state has nothing to compare with and gets exactly 0, as do equal returns.
+
+    returns [S] real: what followed from the action on. state_key [S] int: equal for equal states; the caller decides
+    what counts as equal. Returns [S] float32 (float64 for float64). Raises ValueError: wrong shape or dtype, unknown
+    scale, eps < 0.
+    """
+    _check_length("returns", returns, spans.num_actions, "[S]")
+    _check_choice("scale", scale, ("std", "none"))
+    anchor_S, S = anchor_of_action(state_key, spans), spans.num_actions
+    if scale == "std":
+        return segment_zscore(returns, anchor_S, S, unbiased=unbiased, eps=eps)
+    return segment_center(returns, anchor_S, S)
+
+
+def _dense_rank(key_S: Tensor) -> Tensor:
+    """Place of each key among the distinct keys, [S] int64."""
+    sorted_S, order_S = torch.sort(key_S)
+    step_S = torch.zeros_like(order_S)
+    step_S[1:] = sorted_S[1:] != sorted_S[:-1]
+    return torch.empty_like(order_S).scatter(0, order_S, step_S.cumsum(0))
 
 
 def _check_length(name: str, values: Tensor, length: int, letters: str) -> None:

@@ -4,10 +4,12 @@ Every function takes `spans`, the Spans of the N positions, and returns token_we
 policy did not write the token. The denominator is a count of the batch (tokens, actions, turns or trajectories);
 `total`, a number or 0-d tensor, replaces it where the batch is one piece of a larger one (data parallel, accumulation):
 pieces weighted with the same total add up to the whole. Spans that hold no policy token contribute 0 and are not
-counted. An all-masked batch gives zeros.
+counted, unless a function says so. An all-masked batch gives zeros.
 
 Shape letters: N token positions, S actions, K turns, B trajectories.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,12 +45,19 @@ def turn_mean(spans: Spans, *, total: Total = None) -> Tensor:
     return _mean_of_means(spans.turn_of_token, spans.turn_length, total)
 
 
-def sequence_mean(spans: Spans, *, total: Total = None) -> Tensor:
+def sequence_mean(
+    spans: Spans, *, total: Total = None, fully_masked: Literal["excluded", "counted"] = "excluded"
+) -> Tensor:
     """Mean over trajectories of the mean over each one's tokens: w_n = 1 / (B' * L_trajectory(n)), B' with a token.
 
-    GRPO, arXiv 2402.03300, eq. 3 ("seq-mean of token-mean"). total: trajectories with a token of the whole batch.
-    Raises ValueError: total <= 0.
+    GRPO, arXiv 2402.03300, eq. 3 ("seq-mean of token-mean"). Trainers differ in a trajectory without a policy token:
+    fully_masked "excluded" leaves it out of B' (verl), "counted" divides by all B (SkyRL, which takes its length as 1).
+    total: the trajectories of the whole batch that count. Raises ValueError: total <= 0, unknown fully_masked.
     """
+    if fully_masked not in ("excluded", "counted"):
+        raise ValueError(f"fully_masked is {fully_masked!r}, want 'excluded' or 'counted'")
+    if fully_masked == "counted" and total is None:
+        total = max(spans.num_trajectories, 1)
     return _mean_of_means(spans.trajectory_of_token, spans.trajectory_length, total)
 
 
