@@ -32,21 +32,27 @@ class _Boundary:
 
 @torch.no_grad()
 def gold_logp(
-    reference: PreTrainedModel, chat: Chat, batch: Rollout, *, temperature: float, rows_per_micro_batch: int
+    reference: PreTrainedModel,
+    chat: Chat,
+    batch: Rollout,
+    group: torch.Tensor,
+    *,
+    temperature: float,
+    rows_per_micro_batch: int,
 ) -> torch.Tensor:
     """Mean log-prob [S + B] float32 of the session's right answer at each of its T_i + 1 action boundaries, in order.
 
     l_k = (1/L) sum_n log pi_ref(y_n | S_k, y_<n); TRACE, arXiv 2607.13988. S_k: all that precedes action k where the
     policy would write; after the last action, its reply. y: the ground truth of all turns, as one message (this
-    project's choice); turns that a session did not begin have that of the rollout of the same session that came
+    project's choice); turns that a session did not begin have that of the rollout of its group that came
     furthest. Where S_k and y together leave the model's context, the boundary before stands (no credit); 0 if none.
 
-    Needs a rollout with ground truth (`Sampling.gold`); raises ValueError without. Memory: a pass holds as many
-    positions as rows_per_micro_batch of the longest session have.
+    group [B] int64: which task each session is a rollout of. Needs a rollout with ground truth (`Sampling.gold`);
+    raises ValueError without. Memory: a pass holds as many positions as rows_per_micro_batch of the longest session.
     """
     if not any(session.gold for session in batch.sessions):
         raise ValueError("batch.sessions hold no gold; wanted a rollout played with Sampling.gold")
-    boundaries = _boundaries(chat, batch)
+    boundaries = _boundaries(chat, batch, group)
     found = torch.full((sum(map(len, boundaries)),), torch.nan)
     streams = [_stream(chat, session) for session in batch.sessions]
     for prompt, members in batch.by_prompt(list(range(len(streams)))):
@@ -71,24 +77,23 @@ def gold_logp(
     return _carried(found, [len(own) for own in boundaries])
 
 
-def answer_ids(chat: Chat, batch: Rollout) -> list[list[int]]:
+def answer_ids(chat: Chat, batch: Rollout, group: torch.Tensor) -> list[list[int]]:
     """The right answer of each session: the ground truth of its turns, a line each, closed as an action is."""
-    furthest: dict[tuple[str, int], list[str]] = {}
-    for session in batch.sessions:
-        task = session.system, session.seed
+    tasks, furthest = group.tolist(), dict[int, list[str]]()
+    for session, task in zip(batch.sessions, tasks, strict=True):
         furthest[task] = max(furthest.get(task, []), session.gold, key=len)
     answers = []
-    for session in batch.sessions:
-        others = furthest[session.system, session.seed][len(session.gold) :]
+    for session, task in zip(batch.sessions, tasks, strict=True):
+        others = furthest[task][len(session.gold) :]
         ids = chat.encode("\n".join([*session.gold, *others]))
         answers.append(ids if ids[-1:] == [chat.end_token] else [*ids, chat.end_token])
     return answers
 
 
-def _boundaries(chat: Chat, batch: Rollout) -> list[list[tuple[int, int, list[int]]]]:
+def _boundaries(chat: Chat, batch: Rollout, group: torch.Tensor) -> list[list[tuple[int, int, list[int]]]]:
     """Of each session: (place in the result, tokens before it behind the prompt, answer) of every boundary."""
     boundaries, index = [], 0
-    for session, answer in zip(batch.sessions, answer_ids(chat, batch), strict=True):
+    for session, answer in zip(batch.sessions, answer_ids(chat, batch, group), strict=True):
         places = [action.start for action in session.actions] + [len(_stream(chat, session))]
         boundaries.append([(index + k, place, answer) for k, place in enumerate(places)])
         index += len(places)
