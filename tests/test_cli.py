@@ -25,7 +25,7 @@ def recipe(tmp_path):
     path.write_text(
         f'[environment]\nname = "toy:Toy"\n[policy]\nmodel = "{tmp_path}/policy"\n'
         "[rollout]\nsessions = 2\ngroup_size = 3\nmax_action_tokens = 3\n"
-        f'teacher_template = "{HINT}"\n[evaluation]\nsessions = 8\n'
+        f'[teacher]\ntemplate = "{HINT}"\n[evaluation]\nsessions = 8\n'
     )
     return path
 
@@ -113,8 +113,8 @@ def test_mistakes_that_were_tracebacks(monkeypatch, capsys, tmp_path):
         ('[environment]\nname = "os:path"', "'os:path' is a module"),
         ('[environment]\nname = ":X"', "found ':X', wanted module:Class"),
         ('[policy]\ndevice = "foo"', "policy.device: "),
-        ('[rollout]\nteacher_template = "{foo}"', "rollout.teacher_template: "),
-        ('[rollout]\nteacher_template = "{ {gold}"', "rollout.teacher_template: "),
+        ('[teacher]\ntemplate = "{foo}"', "teacher.template: "),
+        ('[teacher]\ntemplate = "{ {hint}"', "teacher.template: "),
         ("[training]\nbetas = [0.9, 1.5]", "training.betas.1: "),
         ("[run]\nseed = true", "run.seed: "),
         ('[training]\nsteps = "1"', "training.steps: "),

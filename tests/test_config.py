@@ -103,14 +103,14 @@ def test_overrides_win_over_the_file(tmp_path):
         ("[policy]\ndevice = 'meta'\n", "policy.device: .*found 'meta'"),
         ("[policy]\ndevice = 'cuda:99'\n", "policy.device: .* CUDA device.*found 'cuda:99'"),
         ("[environment.options]\nwhen = 1979-05-27\n[run]\nthreads = '2'", "run.threads: .*found '2'"),
-        ("[rollout]\nteacher_template = '{foo}'\n", "rollout.teacher_template: .*{request} and {gold}.*found '{foo}'"),
-        ("[rollout]\nteacher_template = '{request} { {gold}'\n", "rollout.teacher_template: .*{request} and {gold}"),
-        ("[rollout]\nteacher_template = '{request} {}'\n", "rollout.teacher_template: "),
-        ("[rollout]\nteacher_template = '{request} {0}'\n", "rollout.teacher_template: "),
-        ("[rollout]\nteacher_template = '{request.x} {gold}'\n", "rollout.teacher_template: "),
-        ("[rollout]\nteacher_template = '{request:d} {gold}'\n", "rollout.teacher_template: "),
-        ("[rollout]\nteacher_template = '{request:{x}} {gold}'\n", "rollout.teacher_template: "),
-        ("[rollout]\nteacher_template = '}'\n", "rollout.teacher_template: "),
+        ("[teacher]\ntemplate = '{foo}'\n", "teacher.template: .*{text} and {hint}.*found '{foo}'"),
+        ("[teacher]\ntemplate = '{text} { {hint}'\n", "teacher.template: .*{text} and {hint}"),
+        ("[teacher]\ntemplate = '{text} {}'\n", "teacher.template: "),
+        ("[teacher]\ntemplate = '{text} {0}'\n", "teacher.template: "),
+        ("[teacher]\ntemplate = '{text.x} {hint}'\n", "teacher.template: "),
+        ("[teacher]\ntemplate = '{text:d} {hint}'\n", "teacher.template: "),
+        ("[teacher]\ntemplate = '{text:{x}} {hint}'\n", "teacher.template: "),
+        ("[teacher]\ntemplate = '}'\n", "teacher.template: "),
         ("steps: 3\n", "run.toml: is no TOML file"),
     ],
 )
@@ -132,8 +132,8 @@ def test_cuda_is_asked_for_where_there_is_none(monkeypatch):
 def test_whole_numbers_may_stand_where_any_may_and_betas_are_a_list(tmp_path):
     config = load_config(written(tmp_path, "[training]\nclip = 2\nbetas = [0, 0.5]\n[evaluation]\ntemperature = 0.5\n"))
     assert (config.training.clip, config.training.betas, config.evaluation.temperature) == (2.0, (0.0, 0.5), 0.5)
-    braces = load_config(None, {"rollout": {"teacher_template": "{request} {{{gold:>3}}}"}}).rollout
-    assert braces.teacher_template.format(request="a", gold="b") == "a {  b}"
+    braces = load_config(None, {"teacher": {"template": "{text} {{{hint:>3}}}"}}).teacher
+    assert braces.template.format(text="a", hint="b") == "a {  b}"
 
 
 def test_missing_file(tmp_path):

@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 from crest_train.chat import make_chat
-from crest_train.config import TrainingSection, load_config
+from crest_train.config import TeacherSection, TrainingSection, load_config
+from crest_train.contexts import hints, teacher_stream
 from crest_train.credit import assign_credit, rows_with_signal, session_reward
 from crest_train.environments import FIRST_HELD_OUT_SEED
 from crest_train.evaluate import evaluate
@@ -105,9 +106,9 @@ def test_page_colours_only_tokens_with_credit():
     assert page.count("<b ") == played.policy.sum() and page.count("<b title=") == played.policy.sum() - 2
 
 
-def play(model, toys, group_size=4, with_teacher=True, seed=0):
+def play(model, toys, group_size=4, seed=0):
     seeds = [1 + i // group_size for i in range(len(toys))]
-    sampling = Sampling(max_action_tokens=3, teacher_template=HINT if with_teacher else None)
+    sampling = Sampling(max_action_tokens=3, gold=True)
     chat, generator = make_chat(toy_tokenizer()), torch.Generator().manual_seed(seed)
     return rollout(model, chat, toys, seeds, generator=generator, sampling=sampling)
 
@@ -115,16 +116,18 @@ def play(model, toys, group_size=4, with_teacher=True, seed=0):
 def test_teacher_gap_is_that_of_the_hinted_session():
     model = toy_model()
     played = play(model, [Toy(2, "be brief") for _ in range(3)] + [Toy(2)])
-    found = teacher_gap(model, played, [0, 2, 3], temperature=0.5, rows_per_micro_batch=2)
+    chat, group, section = make_chat(toy_tokenizer()), torch.zeros(4), TeacherSection(template=HINT)
+    found = teacher_gap(model, chat, played, group, [0, 2, 3], section, temperature=0.5, rows_per_micro_batch=2)
+    teacher_ids, position = teacher_stream(chat, played, hints(played, group, section), section)
     assert (found[1] == 0).all() and (found[~played.policy] == 0).all()
     for row in (0, 2, 3):
         session = played.sessions[row]
-        ids = torch.tensor([session.prompt + session.teacher_ids])
+        ids = torch.tensor([session.prompt + teacher_ids[row].tolist()])
         with torch.no_grad():
             logp = (model.double()(ids).logits[0, :-1] / 0.5).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         model.float()
         column = played.policy[row].nonzero().flatten()
-        wanted = logp[played.teacher_position[row, column] + len(session.prompt) - 1]
+        wanted = logp[position[row, column] + len(session.prompt) - 1]
         assert (found[row, column] - (wanted - played.old_logp[row, column])).abs().max() < 1e-4
 
 
@@ -132,7 +135,8 @@ def test_sessions_without_an_action_are_left_out_of_every_pass(policy_folder):
     model, chat = toy_model(context=8), make_chat(toy_tokenizer())
     played = play(model, [Toy(1), Toy(1, "say no be brief say a")], group_size=1)
     assert played.policy.any(1).tolist() == [True, False]
-    found = teacher_gap(model, played, [0, 1], temperature=1.0, rows_per_micro_batch=1)
+    group, section = torch.zeros(2), TeacherSection(template="{hint}")  # "a" for "say a": no longer than the request
+    found = teacher_gap(model, chat, played, group, [0, 1], section, temperature=1.0, rows_per_micro_batch=1)
     assert (found[1] == 0).all() and (found[0][played.policy[0]] != 0).all()
     config = toy_config(policy_folder, warm_start={"steps": 1})
     with pytest.raises(ValueError, match="no action fits into its context of 4 tokens"):

@@ -10,7 +10,7 @@ from crest_train.config import load_config
 from crest_train.environments.protocol import Step
 from crest_train.model import check_policy, hidden_states
 from crest_train.rollouts import Sampling, demonstrate, rollout
-from toy import HINT, WORDS, Toy, toy_model, toy_tokenizer
+from toy import WORDS, Toy, toy_model, toy_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -49,7 +49,7 @@ def small_model(name):
 
 def play(model, toys, seeds, generator_seed=0, **sampling):
     generator = torch.Generator().manual_seed(generator_seed)
-    options = Sampling(**{"max_action_tokens": 4, "teacher_template": HINT} | sampling)
+    options = Sampling(**{"max_action_tokens": 4} | sampling)
     return rollout(model, make_chat(toy_tokenizer()), toys, seeds, generator=generator, sampling=options)
 
 
@@ -154,7 +154,7 @@ def test_context_full_fails_the_turn_under_way_and_keeps_finished_ones():
     whole = play(toy_model(), [Toy(6)], [3]).sessions[0]
     second = next(action for action in whole.actions if action.turn == 1)
     for context in range(second.start, second.start + len(second.tokens) + 1):
-        played = play(toy_model(context=context), [Toy(6)], [3], teacher_template=None)
+        played = play(toy_model(context=context), [Toy(6)], [3])
         session, inside = played.sessions[0], context > second.start
         assert session.cut and played.cut_sessions == 1
         assert session.ids == whole.ids[:context] if inside else whole.ids[: len(session.ids)]
@@ -165,18 +165,68 @@ def test_context_full_fails_the_turn_under_way_and_keeps_finished_ones():
 
 
 def test_session_whose_first_request_does_not_fit_is_cut_at_once():
-    played = play(toy_model(context=6), [Toy(2, "be brief"), Toy(2)], [1, 2], teacher_template=None)
+    played = play(toy_model(context=6), [Toy(2, "be brief"), Toy(2)], [1, 2])
     assert played.cut_sessions == 2 and played.policy.any(1).tolist() == [False, True]
     assert played.reached.tolist() == [[False, False], [True, False]]
+
+
+def test_ground_truth_is_recorded_where_asked_for():
+    toys = [Toy(3, "be brief"), Toy(2)]
+    played = play(toy_model(), toys, [1, 2], gold=True)
+    assert [session.gold for session in played.sessions] == [toy.letters for toy in toys]
+    assert [session.system for session in played.sessions] == ["be brief", ""]
+    session = play(toy_model(context=8), [Toy(6)], [3], gold=True).sessions[0]
+    assert session.cut and len(session.gold) == len(session.requests) < 6
+    assert all(session.gold == [] for session in play(toy_model(), toys, [1, 2]).sessions)
+
+
+def test_recorded_entropy_is_the_models():
+    model = toy_model()
+    played = play(model, [Toy(2, "be brief"), Toy(3)], [1, 2], temperature=0.7)
+    for row, session in enumerate(played.sessions):
+        with torch.no_grad():
+            logits = model(torch.tensor([session.prompt + session.ids])).logits[0]
+        p = (logits.double() / 0.7).softmax(-1)
+        wanted = -(p * p.log()).sum(-1)
+        at = played.policy[row].nonzero().flatten()
+        assert (played.entropy[row, at] - wanted[at + len(session.prompt) - 1]).abs().max() < 1e-4
+        assert (played.entropy[row][~played.policy[row]] == 0).all()
+
+
+def test_state_keys_are_equal_where_the_turn_and_what_was_shown_in_it_are():
+    keys: dict[tuple, set[int]] = {}
+    played = play(toy_model(), [Toy(3) for _ in range(6)], [4, 4, 4, 5, 5, 5])
+    for session in played.sessions:
+        shown = []
+        for action in session.actions:
+            if action.turn >= len(shown):
+                shown.append([session.requests[action.turn]])
+            keys.setdefault((action.turn, *shown[-1]), set()).add(action.state_key)
+            shown[-1].append(action.observation)
+    assert all(len(found) == 1 for found in keys.values())
+    assert len(set.union(*keys.values())) == len(keys) > 6
+    assert all(0 <= key < 2**63 for found in keys.values() for key in found)
+
+
+class Numbered(Toy):
+    """Tells its states' keys, the last step's aside."""
+
+    def step(self, action):
+        step = super().step(action)
+        return Step(step.observation, step.turn_reward, step.request, {} if step.done else {"state_key": self.turn})
+
+
+def test_state_key_of_the_environment_comes_first():
+    *told, last = play(toy_model(), [Numbered(3)], [4]).sessions[0].actions
+    assert {action.state_key for action in told} <= {0, 1, 2}
+    assert last.state_key > 2
 
 
 def test_context_without_room_for_an_action_is_refused():
     toys = [Toy(2, "be brief"), Toy(2)]  # the second one's request takes 4 tokens: <user> say x >
     with pytest.raises(ValueError, match="no action fits into its context of 4 tokens; wanted 5 or more"):
-        play(toy_model(context=4), toys, [1, 2], teacher_template=None)
-    with pytest.raises(ValueError, match="no action fits into its context of 4 tokens; wanted 7 or more"):
-        play(toy_model(context=4), toys, [1, 2])  # with " hint x"
-    assert play(toy_model(context=5), toys, [1, 2], teacher_template=None).sampled_tokens == 1
+        play(toy_model(context=4), toys, [1, 2])
+    assert play(toy_model(context=5), toys, [1, 2]).sampled_tokens == 1
 
 
 class Rude(Toy):
@@ -220,7 +270,7 @@ class Rude(Toy):
 )
 def test_environment_that_breaks_the_protocol_is_told_where(rude, complaint):
     with pytest.raises(ValueError, match=f"^environment Rude: .*{complaint}"):
-        play(toy_model(), [rude], [1])
+        play(toy_model(), [rude], [1], gold=True)
 
 
 def test_environment_may_end_a_session_early_and_give_numbers_of_other_kinds():
@@ -229,20 +279,6 @@ def test_environment_may_end_a_session_early_and_give_numbers_of_other_kinds():
     early.num_turns, early.fields, early.acted = 2, {"num_turns": 5}, 0
     played = play(toy_model(), [early], [1])
     assert played.turn_reward.tolist() == [[1, 1, 0, 0, 0]] and played.reached.sum() == 2
-
-
-def test_teacher_sees_the_same_session_with_hints():
-    played = play(toy_model(), [Toy(3, "be brief"), Toy(2, "be brief")], [1, 2])
-    tokenizer = toy_tokenizer()
-    row, column = played.policy.nonzero(as_tuple=True)
-    places = played.teacher_position[row, column]
-    assert torch.equal(played.teacher_ids[row, places], played.ids[row, column])
-    for session in played.sessions:
-        text = tokenizer.decode(session.teacher_ids)
-        for request in session.requests:
-            text = text.replace(f"{request} hint {request.split()[1]}", request)
-        assert text == tokenizer.decode(session.ids)
-    assert play(toy_model(), [Toy(1)], [1], teacher_template=None).teacher_ids is None
 
 
 def test_sessions_of_different_prompts_come_back_in_order():
@@ -261,7 +297,7 @@ def test_sessions_of_different_prompts_come_back_in_order():
 
 def test_demonstrations_play_the_ground_truth():
     toys = [Toy(3), Toy(2, "be brief")]
-    sampling = Sampling(teacher_template=HINT)
+    sampling = Sampling()
     played = demonstrate(toy_model(), make_chat(toy_tokenizer()), toys, [1, 2], sampling=sampling)
     assert played.turn_reward.tolist() == [[1, 1, 1], [1, 1, 0]]
     assert [toy.heard for toy in toys] == [toy.letters for toy in toys]

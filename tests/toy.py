@@ -16,7 +16,7 @@ TEMPLATE = (
     "<user> {{ m.content }} {% elif m.role == 'tool' %}<obs> {{ m.content }} {% else %}> {{ m.content }} ; {% endif %}"
     "{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 )
-HINT = "{request} hint {gold}"
+HINT = "{text} hint {hint}"
 
 
 class Toy:

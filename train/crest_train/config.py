@@ -77,30 +77,13 @@ class MethodSection(Section):
 
 
 class RolloutSection(Section):
-    """sessions: groups per step; group_size: rollouts of each; rows: sessions played in one lockstep at most.
-
-    teacher_template: a request as the self-teacher sees it, with {request} and {gold} (its ground-truth calls).
-    """
+    """sessions: groups per step; group_size: rollouts of each; rows: sessions played in one lockstep at most."""
 
     sessions: int = Field(8, ge=1)
     group_size: int = Field(8, ge=1)
     rows: int = Field(128, ge=1)
     temperature: float = Field(1.0, gt=0)
     max_action_tokens: int = Field(8, ge=1)
-    teacher_template: str = "{request} <hint> {gold} </hint>"
-
-    @field_validator("teacher_template")
-    @classmethod
-    def _can_be_filled_in(cls, template: str) -> str:
-        wanted = "wanted a text with {request} and {gold}, other braces doubled"
-        try:
-            fields = {field for _, field, _, _ in Formatter().parse(template)} - {None}
-            template.format(request="a", gold="b")
-        except (ValueError, LookupError, AttributeError, TypeError) as error:
-            raise ValueError(f"{wanted} ({error})") from error
-        if not fields <= {"request", "gold"}:
-            raise ValueError(wanted)
-        return template
 
 
 class TeacherSection(Section):

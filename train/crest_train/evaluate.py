@@ -35,12 +35,12 @@ def evaluate(model: PreTrainedModel, chat: Chat, config: Config) -> dict[str, fl
     }
 
 
-def sampling_of(config: Config, *, with_teacher: bool = False) -> Sampling:
-    """How the policy of a run samples."""
+def sampling_of(config: Config, *, gold: bool = False) -> Sampling:
+    """How the policy of a run samples; gold: the ground truth is recorded too."""
     section = config.rollout
     return Sampling(
         temperature=section.temperature,
         max_action_tokens=section.max_action_tokens,
         rows=section.rows,
-        teacher_template=section.teacher_template if with_teacher else None,
+        gold=gold,
     )

@@ -10,19 +10,24 @@ from transformers import PreTrainedModel
 from crest_ops import token_stats
 from crest_ops.heads import logit_options
 from crest_train.chat import Chat
-from crest_train.config import Config
+from crest_train.config import Config, TeacherSection
+from crest_train.contexts import hints, teacher_stream
 from crest_train.display import progress
 from crest_train.environments import FIRST_HELD_OUT_SEED, make_environment
 from crest_train.evaluate import sampling_of
-from crest_train.model import policy_logits, shared_prompt
+from crest_train.model import context_length, policy_logits, shared_prompt
 from crest_train.rollouts import Rollout, demonstrate
+
+Stream = tuple[torch.Tensor, torch.Tensor]
+"""Token ids [B,T] int64 of sessions, and which of them the policy wrote [B,T] bool."""
 
 
 def imitate(model: PreTrainedModel, chat: Chat, config: Config, console: Console) -> dict[str, float]:
     """Train on sessions played with their ground truth, and return the last loss (nats per token), if there is a step.
 
     Adam on the mean negative log-prob of the written tokens. Sessions are counted down from the last seed that is not
-    held out. A share `hinted` of them is shown as the self-teacher sees it, so that it learns to read its hints.
+    held out. A share `hinted` of them is shown with the ground truth, in the places and the template of the
+    self-teacher's hints, so that it learns to read them.
     """
     section = config.warm_start
     if not section.steps:
@@ -34,23 +39,28 @@ def imitate(model: PreTrainedModel, chat: Chat, config: Config, console: Console
             last = FIRST_HELD_OUT_SEED - 1 - step * section.sessions
             seeds = [last - i for i in range(section.sessions)]
             environments = [make_environment(config.environment.name, config.environment.options) for _ in seeds]
-            played = demonstrate(model, chat, environments, seeds, sampling=sampling_of(config, with_teacher=True))
+            played = demonstrate(model, chat, environments, seeds, sampling=sampling_of(config, gold=True))
             hinted = torch.rand(len(seeds), generator=generator) < section.hinted
             optimizer.zero_grad()
-            loss = _accumulate(model, played, hinted, config.training.rows_per_micro_batch)
+            streams = (played.ids, played.policy), _hinted_stream(model, chat, played, config.teacher)
+            loss = _accumulate(model, played, streams, hinted, config.training.rows_per_micro_batch)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.clip, error_if_nonfinite=True)
             optimizer.step()
             show(step + 1, f"loss {loss:.4f}")
     return {"loss": loss}
 
 
-def _accumulate(model: PreTrainedModel, played: Rollout, hinted: torch.Tensor, size: int) -> float:
-    """Add the gradient of the mean negative log-prob over all written tokens, and return that mean."""
-    total = int(played.policy.sum())
+def _accumulate(
+    model: PreTrainedModel, played: Rollout, streams: tuple[Stream, Stream], hinted: torch.Tensor, size: int
+) -> float:
+    """Add the gradient of the mean negative log-prob over all written tokens, and return that mean.
+
+    streams: the sessions without and with hints; hinted [B] bool: which of the two is taken.
+    """
+    total = sum(int(written_BT[hinted == with_hint].sum()) for with_hint, (_, written_BT) in enumerate(streams))
     loss = 0.0
-    for with_hint in (False, True):
-        ids_BT, written_BT = _stream(played, with_hint)
-        chosen = (hinted == with_hint) & played.policy.any(1)
+    for with_hint, (ids_BT, written_BT) in enumerate(streams):
+        chosen = (hinted == with_hint) & written_BT.any(1)
         for prompt, members in played.by_prompt(chosen.nonzero().flatten().tolist()):
             with shared_prompt(model, prompt) as cache:
                 for start in range(0, len(members), size):
@@ -65,11 +75,14 @@ def _accumulate(model: PreTrainedModel, played: Rollout, hinted: torch.Tensor, s
     return loss
 
 
-def _stream(played: Rollout, with_hint: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and written positions [B,T] of the sessions as the policy sees them, or as the self-teacher does."""
-    if not with_hint:
-        return played.ids, played.policy
-    written = torch.zeros_like(played.teacher_ids, dtype=torch.bool)
+def _hinted_stream(model: PreTrainedModel, chat: Chat, played: Rollout, section: TeacherSection) -> Stream:
+    """The sessions with the ground truth as hints; nothing counts as written beyond the model's context."""
+    section = section.model_copy(update={"context": "ground_truth"})
+    alone = torch.arange(len(played.sessions))
+    ids_BT, position_BT = teacher_stream(chat, played, hints(played, alone, section), section)
+    written_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     row_R, column_R = played.policy.nonzero(as_tuple=True)
-    written[row_R, played.teacher_position[row_R, column_R]] = True
-    return played.teacher_ids, written
+    written_BT[row_R, position_BT[row_R, column_R]] = True
+    prompt_B = torch.tensor([len(session.prompt) for session in played.sessions])
+    inside_BT = torch.arange(ids_BT.shape[1]) < (context_length(model) - prompt_B)[:, None]
+    return ids_BT, written_BT & inside_BT

@@ -90,7 +90,7 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
                 [make_environment(config.environment.name, config.environment.options) for _ in seeds],
                 seeds,
                 generator=generator_of(config, step, "rollout", model.device),
-                sampling=sampling_of(config, with_teacher=with_teacher),
+                sampling=sampling_of(config, gold=with_teacher),
             )
             if batch.cut_sessions and not cuts_told:
                 cuts_told = True
@@ -105,8 +105,11 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
             if with_teacher:
                 gap_BT = teacher_gap(
                     model,
+                    chat,
                     batch,
+                    group,
                     rows_with_signal(batch, group),
+                    config.teacher,
                     temperature=config.rollout.temperature,
                     rows_per_micro_batch=config.training.rows_per_micro_batch,
                 )

@@ -1,16 +1,23 @@
-"""The self-teacher: the same weights, with every turn's ground truth in its request, scoring what the policy wrote.
+"""The self-teacher: the same weights, with hints in what it is shown (see contexts.py), scoring what the policy wrote.
 
-B = sessions, T = token positions, R = policy-written positions.
+B = sessions, T = token positions, R = policy-written positions, H = hidden size, V = vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from crest_ops import head_of, linear_token_stats
-from crest_train.model import hidden_states, shared_prompt
-from crest_train.rollouts import Rollout
+from crest_train.chat import Chat
+from crest_train.config import TeacherSection
+from crest_train.contexts import hints, teacher_stream
+from crest_train.model import context_length, hidden_states, shared_prompt
+from crest_train.sessions import Rollout
+
+Place = tuple[torch.Tensor, torch.Tensor]
+"""Rows and columns [R] int64 of policy-written positions of the rollout."""
 
 
 @dataclass(frozen=True)
@@ -28,32 +35,81 @@ class Teacher:
 
 @torch.no_grad()
 def teacher_gap(
-    model: PreTrainedModel, rollout: Rollout, rows: list[int], *, temperature: float, rows_per_micro_batch: int
+    model: PreTrainedModel,
+    chat: Chat,
+    rollout: Rollout,
+    group: torch.Tensor,
+    rows: list[int],
+    section: TeacherSection,
+    *,
+    temperature: float,
+    rows_per_micro_batch: int,
 ) -> torch.Tensor:
     """Self-teacher minus policy log-prob [B,T] float32 of each policy token of the given rows; 0 elsewhere.
 
-    Needs a rollout with a teacher stream. Runs without gradient, a shared prompt encoded once.
+    0 too in sessions without a hint, for which no pass is made, and where hints push a token out of the context.
+    group [B] int64: which task each session is a rollout of. Runs without gradient, a shared prompt encoded once.
     """
     head = head_of(model)
     gap_BT = torch.zeros_like(rollout.old_logp)
-    for prompt, members in rollout.by_prompt([row for row in rows if rollout.policy[row].any()]):
+    for at, hidden_RH, target_R in _score(model, chat, rollout, group, rows, section, rows_per_micro_batch):
+        stats = linear_token_stats(
+            hidden_RH, head.weight, target_R, temperature=temperature, outputs=("logp",), **head.options
+        )
+        gap_BT[at] = stats.logp.cpu() - rollout.old_logp[at]
+    return gap_BT
+
+
+@torch.no_grad()
+def teacher_states(
+    model: PreTrainedModel,
+    chat: Chat,
+    rollout: Rollout,
+    group: torch.Tensor,
+    rows: list[int],
+    section: TeacherSection,
+    *,
+    rows_per_micro_batch: int,
+) -> Teacher:
+    """The self-teacher's hidden states at every policy token of the rollout, known for the given rows alone.
+
+    For distillation over the whole vocabulary; otherwise as `teacher_gap`, on the model's device.
+    """
+    weight = head_of(model).weight.detach().clone()
+    place_BT = rollout.policy.flatten().cumsum(0).view_as(rollout.policy) - 1
+    total = int(rollout.policy.sum())
+    hidden = torch.zeros(total, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    known = torch.zeros(total, dtype=torch.bool, device=weight.device)
+    for at, hidden_RH, _ in _score(model, chat, rollout, group, rows, section, rows_per_micro_batch):
+        place_R = place_BT[at].to(weight.device)
+        hidden[place_R], known[place_R] = hidden_RH.to(hidden.dtype), True
+    return Teacher(hidden, weight, known)
+
+
+def _score(
+    model: PreTrainedModel,
+    chat: Chat,
+    rollout: Rollout,
+    group: torch.Tensor,
+    rows: list[int],
+    section: TeacherSection,
+    rows_per_micro_batch: int,
+) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
+    """Part by part: places of policy tokens, the hidden states [R,H] that predict them when hinted, the tokens [R]."""
+    given = hints(rollout, group, section)
+    hinted = [row for row in rows if any(hint is not None for hint in given[row])]
+    if not hinted:
+        return
+    ids_BT, position_BT = teacher_stream(chat, rollout, given, section)
+    for prompt, members in rollout.by_prompt(hinted):
+        known_BT = rollout.policy & (position_BT < context_length(model) - len(prompt))
         with shared_prompt(model, prompt) as cache:
             for start in range(0, len(members), rows_per_micro_batch):
                 part = members[start : start + rows_per_micro_batch]
-                written = rollout.policy[part]
-                row_R, column_R = written.nonzero(as_tuple=True)
-                place_R = rollout.teacher_position[part][row_R, column_R]
-                length = int(place_R.max()) + 1
-                teacher_ids = rollout.teacher_ids[part, :length].to(model.device)
-                hidden_BTH = hidden_states(model, teacher_ids, cache())
-                stats = linear_token_stats(
-                    hidden_BTH[row_R, place_R - 1],
-                    head.weight,
-                    teacher_ids[row_R, place_R],
-                    temperature=temperature,
-                    outputs=("logp",),
-                    **head.options,
-                )
-                at = torch.tensor(part)[row_R], column_R
-                gap_BT[at] = stats.logp.cpu() - rollout.old_logp[at]
-    return gap_BT
+                row_R, column_R = known_BT[part].nonzero(as_tuple=True)
+                if not len(row_R):
+                    continue
+                place_R = position_BT[part][row_R, column_R]
+                ids = ids_BT[part, : int(place_R.max()) + 1].to(model.device)
+                hidden_BTH = hidden_states(model, ids, cache())
+                yield (torch.tensor(part)[row_R], column_R), hidden_BTH[row_R, place_R - 1], ids[row_R, place_R]
