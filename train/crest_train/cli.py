@@ -11,6 +11,12 @@ from rich.markup import escape
 
 from crest_train import fetch as fetching
 
+METHOD_NAMES = (
+    "grpo, turn_grpo, dr_grpo, dapo, gspo, cispo, gigpo, mt_grpo, rlsd, serl, crest, factor, trace, efca, triage, abc, "
+    "toolopd or responsibility"
+)
+"""Of crest_ops.METHODS, which need torch: help does not."""
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
@@ -24,7 +30,7 @@ def run(
     config: Annotated[
         Path | None, typer.Argument(help="TOML file (see train/recipes/desk.toml); without it, the default run.")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="Credit method: grpo, turn_grpo or crest.")] = None,
+    method: Annotated[str | None, typer.Option(help=f"Credit method: {METHOD_NAMES}.")] = None,
     steps: Annotated[int | None, typer.Option(help="Rollout-and-update rounds.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same run.")] = None,
     output: Annotated[
@@ -51,6 +57,89 @@ def run(
     logging.disable_progress_bar()  # of loading and saving a model: the run has its own
 
     train(resolved, output, Console())
+
+
+@app.command()
+def compare(
+    output: Annotated[
+        Path, typer.Option(help="Folder of the comparison; what is finished there is kept, what was stopped goes on.")
+    ],
+    methods: Annotated[str, typer.Option(help=f"all, or some of {METHOD_NAMES}, with commas between.")] = "all",
+    seeds: Annotated[int, typer.Option(help="How many seeds, from run.seed on.")] = 3,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file of what all runs share (see train/recipes/compare_desk.toml).")
+    ] = None,
+    rates: Annotated[
+        str, typer.Option(help="Learning rates to sweep, with commas between, training.rate among them; else that one.")
+    ] = "",
+    options: Annotated[
+        Path | None, typer.Option(help="TOML file: a table per method that is not to run with its defaults.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="table.key=value on top of the file; may be given repeatedly.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Runs at a time, each in a process of its own.")] = 2,
+    from_csv: Annotated[
+        list[Path] | None,
+        typer.Option(help="Run nothing: tables and curves of these compare.csv files; may be given repeatedly."),
+    ] = None,
+) -> None:
+    """Compare methods at equal rollouts, warm start and seeds: one CSV, a table and learning curves."""
+    # Imported late: help needs no torch.
+    from crest_train.compare_report import read_rows, report
+
+    if from_csv:
+        rows = read_rows(from_csv)
+        output.mkdir(parents=True, exist_ok=True)
+        report(rows, output, Console())
+        return
+    from crest_train.compare import compare as compare_methods
+    from crest_train.compare_plan import with_changes
+    from crest_train.config import load_config
+
+    shared = with_changes(load_config(config), changes or [])
+    compare_methods(shared, methods, output, seeds=seeds, rates=rates, jobs=jobs, options=options, console=Console())
+
+
+@app.command()
+def probe(
+    policy: Annotated[
+        Path, typer.Argument(help="A run folder, or a Hugging Face model's folder with --rollouts of it.")
+    ],
+    methods: Annotated[str, typer.Option(help=f"all, or some of {METHOD_NAMES}, with commas between.")] = "all",
+    batches: Annotated[int, typer.Option(help="Independent batches of rollouts.")] = 16,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same batches.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file of how to play and to score. Default: the run folder's own.")
+    ] = None,
+    rollouts: Annotated[Path | None, typer.Option(help="Recorded rollouts, in place of playing new ones.")] = None,
+    project: Annotated[
+        int, typer.Option(help="Dimensions of the random projection that gradients are kept in; 0: all of them.")
+    ] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the CSV and the plot. Default: runs/probe-...")
+    ] = None,
+) -> None:
+    """Measure the gradient that each method makes of the same rollouts: signal to noise, bias, concentration."""
+    from crest_train.config import load_config
+
+    own = policy / "config.toml"
+    source = config or (own if own.is_file() else None)
+    resolved = load_config(source, {"run": {} if seed is None else {"seed": seed}})
+    from crest_ops import METHODS
+    from crest_train.probe import probe as probe_gradients
+
+    probe_gradients(
+        policy,
+        list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")],
+        batches=batches,
+        seed=resolved.run.seed,
+        config=resolved,
+        rollouts=rollouts,
+        project=project,
+        output=output or Path("runs", f"probe-{policy.resolve().name}"),
+        console=Console(),
+    )
 
 
 @app.command()
@@ -81,3 +170,7 @@ def _told(error: Exception) -> str:
     if isinstance(error, TemplateError):
         return f"policy.model: the chat template of its tokenizer is broken: {error}"
     return str(error) or type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,416 @@
+"""Comparisons: what their figures are, worked by hand; runs that go on, are kept, or fail and are named."""
+
+import csv
+import io
+import re
+import sys
+
+import pytest
+from crest_train import compare as comparing
+from crest_train.cli import METHOD_NAMES
+from crest_train.compare import compare, last_words, play, rows_of
+from crest_train.compare_plan import Run, difference, entries, plan, with_changes
+from crest_train.compare_report import (
+    COLUMNS,
+    SETTING,
+    area_under_curve,
+    beyond_noise,
+    comparison_table,
+    curves_of,
+    paired,
+    read_rows,
+    report,
+    steps_to,
+    summarise,
+    write_rows,
+)
+from crest_train.config import load_config
+from crest_train.run_folder import RunFolder
+from rich.console import Console
+from test_cli import complaint, crest_train
+from toy_runs import quiet_train, toy_config
+
+from crest_ops import METHODS
+
+QUIET = Console(quiet=True)
+
+
+def row(method, seed, step, turn, session=0.0, rate=6e-4, seconds=0.0, top=None, **changes):
+    setting = dict(zip(SETTING, ("desk", 8, "mean", 8, 8, 20, 6e-4), strict=True))
+    parts = {"rollout_seconds": seconds, "teacher_seconds": 0.0, "credit_seconds": 0.0, "training_seconds": 0.0}
+    top = dict.fromkeys(("credit_top_1", "credit_top_5", "credit_top_10"), top)
+    run = {"method": method, "rate": rate, "seed": seed, "step": step, "seconds": seconds, "needs": "reward_B"}
+    return setting | run | {"turn_success": turn, "session_success": session} | parts | top | changes
+
+
+def curve(method, seed, *turns, rate=6e-4, seconds=2.0, top=0.25):
+    """A run of four evaluations' distance, 0, 5, 10 and 20."""
+    steps = (0, 5, 10, 20)
+    return [
+        row(method, seed, step, round(turn, 4), round(turn / 2, 4), rate, seconds * step, top if step else None)
+        for step, turn in zip(steps, turns, strict=True)
+    ]
+
+
+class TestFigures:
+    def test_area_and_steps_by_hand(self):
+        """.5 .7 .9 .9 at 0, 5, 10, 20: (5*.6 + 5*.8 + 10*.9) / 20 = .8; .8 is halfway between 5 and 10."""
+        found = curve("grpo", 0, 0.5, 0.7, 0.9, 0.9)
+        assert area_under_curve(found) == pytest.approx(0.8)
+        assert steps_to(found, 0.8) == pytest.approx(7.5) and steps_to(found, 0.9) == 10
+        assert steps_to(found, 0.95) == float("inf") and steps_to(found, 0.4) == 0
+        assert area_under_curve(found[:1]) == 0.5
+
+    def test_paired_differences_by_hand(self):
+        """Areas .5, .6 against .4, .3 (and a seed without a partner): differences .1 and .3, mean .2, sd .1 sqrt 2."""
+        one = {0: curve("a", 0, *[0.5] * 4), 1: curve("a", 1, *[0.6] * 4), 2: curve("a", 2, *[0.9] * 4)}
+        other = {0: curve("b", 0, *[0.4] * 4), 1: curve("b", 1, *[0.3] * 4), 5: curve("b", 5, *[0.1] * 4)}
+        assert paired(one, other) == (pytest.approx(0.2), pytest.approx(0.1 * 2**0.5), 2)
+        assert paired(one, {7: other[0]}) is None
+
+    def test_noise_by_hand(self):
+        """t at .975 for 2 degrees of freedom is 4.303: 4.303 * .1 / sqrt 3 = .2484."""
+        assert beyond_noise(0.249, 0.1, 3) is True and beyond_noise(0.248, 0.1, 3) is False
+        assert beyond_noise(-0.249, 0.1, 3) is True and beyond_noise(0.0, 0.0, 3) is False
+        assert beyond_noise(5.0, 0.0, 1) is None
+        assert beyond_noise(0.2229, 1.0, 100) is True and beyond_noise(0.2227, 1.0, 100) is False
+
+    def test_a_run_that_is_there_twice(self):
+        with pytest.raises(ValueError, match="grpo, rate 0.0006, seed 3: step 0 twice"):
+            curves_of(curve("grpo", 3, *[0.5] * 4) * 2)
+
+
+@pytest.fixture
+def three_methods():
+    """Two rates, two seeds: grpo best at 6e-4, turn_grpo at 1.2e-3, crest ran one seed only at its better rate."""
+    rows = []
+    for seed, more in ((0, 0.0), (1, 0.02)):
+        rows += curve("grpo", seed, 0.5, *[0.7 + more] * 3, seconds=1.0)
+        rows += curve("grpo", seed, 0.5, *[0.6 + more] * 3, rate=1.2e-3)
+        rows += curve("turn_grpo", seed, 0.5, *[0.8 + 2 * more] * 3)
+        rows += curve("turn_grpo", seed, 0.5, 0.8, 0.95, 0.95 + more, rate=1.2e-3, seconds=1.5, top=0.5)
+        rows += curve("crest", seed, 0.5, *[0.71 - 2 * more] * 3, seconds=3.0)
+    return rows + curve("crest", 0, 0.5, *[0.99] * 3, rate=1.2e-3)
+
+
+class TestSummary:
+    def test_best_and_common_rate(self, three_methods):
+        summary = summarise(three_methods)
+        best = {found["method"]: found for found in summary if found["choice"] == "best"}
+        common = {found["method"]: found for found in summary if found["choice"] == "common"}
+        assert list(best) == ["turn_grpo", "grpo", "crest"] and list(common) == ["turn_grpo", "grpo", "crest"]
+        assert {name: found["rate"] for name, found in best.items()} == {
+            "grpo": 6e-4,
+            "turn_grpo": 1.2e-3,
+            "crest": 6e-4,  # the other rate lacks a seed
+        }
+        assert all(found["rate"] == 6e-4 and found["seeds"] == 2 for found in common.values())
+
+    def test_figures_by_hand(self, three_methods):
+        """grpo: (5*.6 + 15*.7) / 20 = .675 and, with .02 more from step 5, .675 + .02 * 17.5 / 20 = .6925."""
+        best = {found["method"]: found for found in summarise(three_methods) if found["choice"] == "best"}
+        grpo, turn, crest = best["grpo"], best["turn_grpo"], best["crest"]
+        assert grpo["area_mean"] == pytest.approx(0.68375) and grpo["area_sd"] == pytest.approx(0.0175 / 2**0.5)
+        assert grpo["turn_success_5_mean"] == pytest.approx(0.71) and grpo["session_success_end_mean"] == pytest.approx(
+            0.355
+        )
+        assert grpo["steps_to_0.9"] is None and turn["steps_to_0.9"] == pytest.approx(5 + 5 * 0.1 / 0.15)
+        assert grpo["area_minus_grpo_mean"] is None and grpo["area_minus_grpo_n"] == 0
+        # From step 5 on crest is .01 above grpo with seed 0 and .05 below with seed 1, times 17.5 / 20.
+        assert crest["area_minus_grpo_mean"] == pytest.approx((0.00875 - 0.04375) / 2)
+        assert crest["area_minus_grpo_sd"] == pytest.approx(0.0525 / 2**0.5) and crest["area_minus_grpo_n"] == 2
+        assert crest["beyond_noise_grpo"] is False
+        assert (crest["seconds_per_step_mean"], crest["seconds_to_grpo"]) == (3.0, 3.0)
+        assert turn["credit_top_5_mean"] == 0.5 and turn["seconds_to_grpo"] == 1.5
+
+    def test_table_marks_what_does_not_beat_grpo(self):
+        rows = []
+        for seed, noise in enumerate((0.0, 0.001, 0.002)):
+            for method, turn in (("grpo", 0.6), ("crest", 0.7), ("efca", 0.5), ("trace", 0.6 + noise)):
+                rows += curve(method, seed, 0.5, *[turn + noise] * 3)
+        summary = summarise(rows)
+        assert [found["choice"] for found in summary] == ["common"] * 4
+        file = io.StringIO()
+        Console(file=file, width=150).print(comparison_table(summary))
+        said = file.getvalue()
+        methods = ("grpo", "crest", "efca", "trace")
+        lines = {line.split()[0]: line for line in said.splitlines() if line.strip().startswith(methods)}
+        assert list(lines) == ["crest", "trace", "grpo", "efca"]
+        assert " yes " in lines["crest"] and " NO " in lines["trace"] and " worse " in lines["efca"]
+        assert " +.087±.000 " in lines["crest"] and " >20 " in lines["crest"] and "…" not in said
+        assert "desk, 8 turns, 20 steps of 8 x 8 rollouts: all at rate 0.0006" in said
+
+    def test_report_writes_what_it_reads(self, three_methods, tmp_path):
+        long = [found | {"turns": 16} for found in three_methods]
+        report(three_methods, tmp_path, QUIET)
+        assert read_rows([tmp_path / "compare.csv"]) == three_methods
+        with open(tmp_path / "summary.csv", newline="") as file:
+            written = list(csv.DictReader(file))
+        assert len(written) == 6 and written[1]["area_mean"] == "0.68375" and written[1]["steps_to_0.9"] == ""
+        assert "each at its best rate" in (tmp_path / "table.txt").read_text()
+        assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+        report(three_methods + long, tmp_path, QUIET)
+        assert {path.name for path in tmp_path.glob("curves-*")} == {"curves-2.png"}
+
+    def test_files_that_are_no_comparison(self, tmp_path):
+        path = tmp_path / "other.csv"
+        path.write_text("method,seed\ngrpo,0\n")
+        with pytest.raises(ValueError, match=r"other.csv: has no column environment, turns"):
+            read_rows([path])
+        write_rows(path, [row("grpo", 0, 0, 0.5) | {"turn_success": "half"}], COLUMNS)
+        with pytest.raises(ValueError, match=r"other.csv: line 2: .*half"):
+            read_rows([path])
+
+
+class TestPlan:
+    def test_runs_differ_in_method_rate_and_seed_alone(self, tmp_path):
+        config = load_config(None, {"method": {"session_reward": "mean"}, "run": {"seed": 3}})
+        runs = plan(config, "grpo,crest", tmp_path, seeds=2, rates="6e-4,1.2e-3")
+        assert [run.name for run in runs[:5]] == [
+            "grpo/rate0.0006-seed3",
+            "crest/rate0.0006-seed3",
+            "grpo/rate0.0012-seed3",
+            "crest/rate0.0012-seed3",
+            "grpo/rate0.0006-seed4",
+        ]
+        assert len(runs) == 8
+        for run in runs:
+            assert run.config.run.threads == 1 and run.config.method.session_reward == "mean"
+            assert str(run.config.training.rate) in run.name and run.label == run.config.method.name
+            back = {"method": {"name": "crest"}, "training": {"rate": 6e-4}, "run": {"seed": 3, "threads": 0}}
+            tables = run.config.model_dump(mode="json")
+            assert load_config(None, {key: tables[key] | back.get(key, {}) for key in tables}) == config
+
+    def test_all_is_every_method_and_every_table(self, tmp_path):
+        path = tmp_path / "options.toml"
+        path.write_text('[crest.options]\nlam = 1.0\n[grpo_all]\nname = "grpo"\nsession_reward = "all"\n')
+        found = entries("all", "mean", path)
+        assert list(found) == [*METHODS, "grpo_all"]
+        assert found["crest"].options == {"lam": 1.0} and found["crest"].session_reward == "mean"
+        assert (found["grpo_all"].name, found["grpo_all"].session_reward) == ("grpo", "all")
+
+    def test_set(self):
+        config = load_config(None, {"environment": {"options": {"num_turns": 8, "coupled": 0.5}}})
+        changed = with_changes(config, ["environment.options.num_turns=4", "policy.model=/some/folder"])
+        assert changed.environment.options == {"num_turns": 4, "coupled": 0.5}
+        assert changed.policy.model == "/some/folder" and changed.training == config.training
+        assert with_changes(config, []) == config
+        assert difference(config, changed) == "environment.options.num_turns is 8 there, 4 here"
+        assert difference(config, config) is None
+
+    def test_help_names_every_method_without_torch(self):
+        assert set(METHODS) <= set(re.findall(r"\w+", METHOD_NAMES))
+
+
+def test_mistakes_are_told_before_any_work(monkeypatch, capsys, tmp_path):
+    bad, other = tmp_path / "bad.toml", tmp_path / "other"
+    bad.write_text("[crest]\noptionz = 1\n")
+    crest_options = tmp_path / "crest.toml"
+    crest_options.write_text("[crest.options]\nlamb = 1\n")
+    flat = tmp_path / "flat.toml"
+    flat.write_text("lam = 1\n")
+    lam = tmp_path / "lam.toml"
+    lam.write_text("[method.options]\nlam = 0.5\n")
+    other.mkdir()
+    (other / "thesis.txt").write_text("")
+    output = tmp_path / "out"
+    for arguments, words in (
+        (["--methods", "grpo,cresst"], "--methods: unknown method 'cresst'; known: grpo, turn_grpo"),
+        (["--methods", "grpo,grpo"], "--methods: grpo is there twice"),
+        (["--seeds", 0], "--seeds: found 0, wanted at least 1"),
+        (["--jobs", 0], "--jobs: found 0, wanted at least 1"),
+        (["--rates", "6e-4,x"], "--rates: found '6e-4,x', wanted different numbers above 0"),
+        (["--rates", "6e-4,-1"], "--rates: found '6e-4,-1'"),
+        (["--rates", "6e-4,6e-4"], "--rates: found '6e-4,6e-4'"),
+        (["--rates", "3e-4"], "--rates: found 3e-4, without training.rate = 0.0006"),
+        (["--set", "steps=3"], "--set: found 'steps=3', wanted table.key=value"),
+        (["--set", "training.steps.x=3"], "--set: found 'training.steps.x=3', but steps is a value"),
+        (["--set", "training.stepz=3"], "--set: unknown key 'training.stepz'"),
+        (["--set", "run.seed=-1"], "--set: run.seed: "),
+        (["--set", "environment.options.num_turns=0"], "num_turns is 0"),
+        (["--config", tmp_path / "none.toml"], "none.toml: could not be read"),
+        (["--config", lam], "method.options: found lam; no option holds for every method"),
+        (["--options", tmp_path / "none.toml"], "none.toml: could not be read"),
+        (["--options", bad], "bad.toml: [crest]: unknown key 'method.optionz'"),
+        (["--options", flat], "flat.toml: found 'lam', wanted tables"),
+        (["--options", crest_options], "crest has no option 'lamb'"),
+        (["--output", other], "exists and holds no comparison"),
+        (["--output", bad], "--output: cannot write there"),
+        (["--from-csv", tmp_path / "none.csv"], "none.csv: could not be read"),
+    ):
+        where = [] if "--output" in arguments else ["--output", output]
+        assert words in complaint(monkeypatch, capsys, "compare", *arguments, *where), arguments
+    assert not output.exists()
+
+
+@pytest.fixture
+def shared(policy_folder, monkeypatch):
+    """Two steps on the toy; the processes find it too."""
+    monkeypatch.setenv("PYTHONPATH", str(__file__).rpartition("/")[0])
+    changes = {"training": {"steps": 2, "rate": 1e-3}, "evaluation": {"sessions": 8, "every": 1}}
+    return toy_config(policy_folder, **changes)
+
+
+def stamps(output):
+    return {str(path): path.stat().st_mtime_ns for path in output.glob("*/*/metrics.jsonl")}
+
+
+def test_comparison_of_real_runs(shared, tmp_path, capsys):
+    output = tmp_path / "out"
+    compare(shared, "grpo,crest", output, seeds=1, console=Console(width=300))
+    said = capsys.readouterr().out
+    assert "run 2/2" in said and "toy:Toy, 2 turns, 2 steps of 3 x 4 rollouts: all at rate 0.001" in said
+
+    # The same as crest-train run would leave.
+    folder = RunFolder(output / "crest" / "rate0.001-seed1")
+    alone = quiet_train(load_config(folder.path / "config.toml"), tmp_path / "alone")
+    assert [line.get("loss") for line in folder.metrics()] == [line.get("loss") for line in alone.metrics()]
+    assert "held out, after step 2" in (folder.path / "console.log").read_text()
+
+    # The CSV is that of the metrics.
+    rows = [found for found in read_rows([output / "compare.csv"]) if found["method"] == "crest"]
+    evaluations = [line for line in folder.metrics() if line["event"] == "evaluation"]
+    first, second = [line for line in folder.metrics() if line["event"] == "step"]
+    assert [(found["step"], found["turn_success"]) for found in rows] == [
+        (line["step"], pytest.approx(line["turn_success"], rel=1e-5)) for line in evaluations
+    ]
+    for part in ("rollout_seconds", "teacher_seconds", "training_seconds"):
+        assert rows[0][part] == 0
+        assert [rows[1][part], rows[2][part]] == pytest.approx([first[part], first[part] + second[part]], rel=1e-4)
+    assert rows[2]["needs"] == "turn_reward_K teacher_gap_N surprisal_N"
+    assert (rows[2]["turns"], rows[2]["seed"], rows[2]["rate"]) == (2, 1, 1e-3)
+
+    # What is finished is kept, more seeds and rates are added, and another configuration is refused.
+    before = stamps(output)
+    compare(shared, "grpo,crest", output, seeds=1, rates="1e-3,2e-3", console=QUIET)
+    assert len(stamps(output)) == 4 and before.items() <= stamps(output).items()
+    assert {found["rate"] for found in read_rows([output / "compare.csv"])} == {1e-3, 2e-3}
+    with pytest.raises(ValueError, match="of another comparison: training.steps is 2 there, 3 here"):
+        compare(with_changes(shared, ["training.steps=3"]), "grpo", output, seeds=1, console=QUIET)
+    options = tmp_path / "options.toml"
+    options.write_text("[crest.options]\nlam = 1.0\n")
+    with pytest.raises(ValueError, match=r"config.toml is of another comparison: method.options.lam is None there"):
+        compare(shared, "crest", output, seeds=1, options=options, console=QUIET)
+
+
+STUB = """
+import json, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+name = f"{folder.parent.name}/{folder.name}"
+with open(folder.parents[1] / "starts", "a") as file:
+    file.write(name + "\\n")
+if name in Path(folder.parents[1] / "broken").read_text().split():
+    sys.exit("error: the disk is full")
+(folder / "checkpoint").mkdir(exist_ok=True)
+(folder / "checkpoint" / "trainer.json").write_text(json.dumps({"step": 2}))
+tops = {"credit_top_1": 0.1, "credit_top_5": 0.3, "credit_top_10": 0.5}
+lines = [
+    {"event": "warm_start", "step": 0, "warm_start_seconds": 9.0},
+    {"event": "evaluation", "step": 0, "turn_success": 0.5, "session_success": 0.25, "evaluation_seconds": 9.0},
+    {"event": "step", "step": 1, "rollout_seconds": 1.0, "value_seconds": 0.5, "training_seconds": 2.0, **tops},
+    {"event": "step", "step": 2, "rollout_seconds": 3.0, "training_seconds": 4.0, "credit_top_1": 0.3},
+    {"event": "evaluation", "step": 2, "turn_success": 0.75, "session_success": 0.5, "evaluation_seconds": 9.0},
+]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+"""
+
+
+@pytest.fixture
+def stub(monkeypatch, tmp_path):
+    """Runs that do nothing, and fail where the file `broken` says so."""
+    (tmp_path / "stub.py").write_text(STUB)
+    popen = comparing.subprocess.Popen
+    monkeypatch.setattr(
+        comparing.subprocess,
+        "Popen",
+        lambda command, **how: popen([sys.executable, str(tmp_path / "stub.py"), command[-1]], **how),
+    )
+
+
+def test_rows_by_hand(stub, shared, tmp_path):
+    (run,) = plan(shared, "grpo", tmp_path, seeds=1)
+    (tmp_path / "broken").write_text("")
+    assert play([run], 1, QUIET) == {}
+    before, after = rows_of(run, shared)
+    assert (before["step"], before["turn_success"], before["seconds"], before["credit_top_1"]) == (0, 0.5, 0, None)
+    assert (after["seconds"], after["rollout_seconds"], after["teacher_seconds"]) == (10.5, 4.0, 0)
+    assert (after["credit_top_1"], after["credit_top_10"]) == (pytest.approx(0.2), 0.5)
+    assert set(after) == set(COLUMNS)
+
+
+def test_failed_runs_are_named_and_tried_again(stub, shared, tmp_path, capsys):
+    output = tmp_path / "out"
+    with pytest.raises(ValueError):  # nothing is written there
+        compare(shared, "nothing", output, console=QUIET)
+    output.mkdir()
+    for name in ("broken", "starts"):
+        (output / name).write_text("turn_grpo/rate0.001-seed2" if name == "broken" else "")
+    (output / "compare.toml").write_text("")
+    (output / "compare.toml").unlink()
+    with pytest.raises(ValueError, match="holds no comparison"):
+        compare(shared, "grpo,turn_grpo", output, seeds=2, console=QUIET)
+
+    names = {path.name: path.read_text() for path in output.iterdir()}
+    for path in output.iterdir():
+        path.unlink()
+    with comparing.claim(shared, output, []):
+        pass
+    for name, text in names.items():
+        (output / name).write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        compare(shared, "grpo,turn_grpo", output, seeds=2, jobs=3, console=Console(width=300))
+    assert stop.value.code == 1
+    said = capsys.readouterr().out
+    assert said.count("failed: ") == 1
+    assert "failed: turn_grpo/rate0.001-seed2: the disk is full (exit code 1; " in said
+    rows = read_rows([output / "compare.csv"])
+    assert {(found["method"], found["seed"]) for found in rows} == {("grpo", 1), ("grpo", 2), ("turn_grpo", 1)}
+    assert len((output / "starts").read_text().split()) == 4
+
+    (output / "broken").write_text("")
+    compare(shared, "grpo,turn_grpo", output, seeds=2, console=QUIET)
+    assert (output / "starts").read_text().split()[4:] == ["turn_grpo/rate0.001-seed2"]
+    assert len(read_rows([output / "compare.csv"])) == 8
+
+
+def test_last_words_of_a_run(shared, tmp_path):
+    run = Run("grpo", tmp_path, shared)
+    log = tmp_path / "console.log"
+    log.write_text("step 1\nTraceback ...\nRuntimeError: no memory\n\n")
+    assert last_words(run, 1) == f"RuntimeError: no memory (exit code 1; {log})"
+    log.write_text("")
+    assert last_words(run, -9) == f"it said nothing (signal 9; {log})"
+
+
+def test_interrupt_stops_the_runs_and_says_how_to_go_on(shared, tmp_path, monkeypatch, capsys):
+    started = []
+    popen = comparing.subprocess.Popen
+
+    def sleeper(command, **how):
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(600)"], **how))
+        return started[-1]
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparing.subprocess, "Popen", sleeper)
+    monkeypatch.setattr(comparing.time, "sleep", interrupt)
+    with pytest.raises(SystemExit) as stop:
+        compare(shared, "grpo,crest", tmp_path / "out", seeds=1, console=Console())
+    assert stop.value.code == 130 and "the same command goes on" in capsys.readouterr().out
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+
+
+def test_command_draws_anew_from_files(monkeypatch, capsys, three_methods, tmp_path):
+    write_rows(tmp_path / "old.csv", three_methods, COLUMNS)
+    arguments = ["compare", "--from-csv", tmp_path / "old.csv", "--output", tmp_path / "new"]
+    assert crest_train(monkeypatch, *arguments) == 0
+    assert "each at its best rate" in capsys.readouterr().out
+    assert (tmp_path / "new" / "compare.csv").read_text() == (tmp_path / "old.csv").read_text()
+
+
+def test_the_recipe_is_a_configuration():
+    config = load_config(comparing.Path(__file__).parents[1] / "train" / "recipes" / "compare_desk.toml")
+    assert config.method.session_reward == "mean" and config.training.steps == 20 and config.run.threads == 1
+    assert config.rollout == load_config().rollout
