@@ -1,9 +1,17 @@
-"""How much credit: literal numbers, groups of one, absent turns, zero variance, cut-off turns."""
+"""How much credit: literal numbers, groups of one, absent turns, zero variance, cut-off turns, anchor states."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from crest_ops.advantages import group_advantage, leave_one_out_advantage, turn_advantage
+from crest_ops.advantages import (
+    anchor_advantage,
+    anchor_of_action,
+    group_advantage,
+    leave_one_out_advantage,
+    turn_advantage,
+)
 from crest_ops.spans import Spans
 
 HALF = 0.5**0.5
@@ -132,3 +140,74 @@ def test_bad_arguments_are_named():
         group_advantage(torch.zeros(2), spans, scale="max")
     with pytest.raises(ValueError, match="singleton is 'one'"):
         group_advantage(torch.zeros(2), spans, singleton="one")
+
+
+# Trajectories 0 and 2 of group 0, trajectory 1 of group 1; an action per turn.
+ANCHORED = spans_of([0, 1, 0], [[0, 1, 2], [0, 1], [0, 1]])
+STATE = torch.tensor([7, -9, 7, 7, 7, -9, 5])  # group 0: state 7 twice, -9 twice, 5 once; group 1: state 7 twice
+RETURN = torch.tensor([1.0, 2, 4, 8, 2, 0, 3])
+
+
+def test_anchor_advantage_literal():
+    found = anchor_advantage(RETURN, STATE, ANCHORED)
+    assert found.tolist() == [-1.5, 1, 1.5, 3, -3, -1, 0]  # means 2.5, 1, 5
+    close(anchor_advantage(RETURN, STATE, ANCHORED, scale="std", eps=0.0), [-HALF, HALF, HALF, HALF, -HALF, -HALF, 0])
+    close(anchor_advantage(RETURN, STATE, ANCHORED, scale="std", unbiased=False, eps=0.0), [-1, 1, 1, 1, -1, -1, 0])
+    close(anchor_advantage(RETURN, STATE, ANCHORED, scale="std", unbiased=False, eps=0.5)[:2], [-1.5 / 2, 1 / 1.5])
+
+
+def test_anchor_ids_literal():
+    """In the order of (group, key): (0, -9), (0, 5), (0, 7), (1, 7)."""
+    assert anchor_of_action(STATE, ANCHORED).tolist() == [2, 0, 2, 3, 3, 0, 1]
+    assert anchor_of_action(STATE.int(), ANCHORED).tolist() == [2, 0, 2, 3, 3, 0, 1]
+
+
+keys = st.one_of(st.integers(-2, 2), st.sampled_from([-(2**63), 2**63 - 1, 2**62, -(2**62), 2**32, -(2**32)]))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.lists(keys, max_size=4), st.integers(0, 2)), min_size=1, max_size=6))
+def test_anchor_ids_number_the_pairs_of_group_and_key(rollouts):
+    groups = [group for _, group in rollouts]
+    known = sorted(set(groups))
+    groups = [known.index(group) for group in groups]
+    spans = spans_of(groups, [list(range(len(states))) for states, _ in rollouts])
+    state_key = torch.tensor([key for states, _ in rollouts for key in states], dtype=torch.int64)
+    pairs = [(group, key) for (states, _), group in zip(rollouts, groups, strict=True) for key in states]
+    wanted = sorted(set(pairs))
+    assert anchor_of_action(state_key, spans).tolist() == [wanted.index(pair) for pair in pairs]
+    returns = torch.arange(len(pairs), dtype=torch.float64)
+    for scale in ("none", "std"):
+        found = anchor_advantage(returns, state_key, spans, scale=scale, eps=0.0)
+        for pair in wanted:
+            mine = torch.tensor([other == pair for other in pairs])
+            assert found[mine].sum().abs() < 1e-9
+            assert (mine.sum() == 1) == (not found[mine].any())
+
+
+@pytest.mark.parametrize("scale", ["none", "std"])
+def test_an_action_alone_in_its_state_and_equal_returns_give_exact_zeros(scale):
+    tenth, own = torch.full((7,), 0.1), torch.arange(7)
+    for eps in (0.0, 1e-6):
+        assert torch.equal(anchor_advantage(tenth, STATE, ANCHORED, scale=scale, eps=eps), torch.zeros(7))
+        assert torch.equal(anchor_advantage(RETURN, own, ANCHORED, scale=scale, eps=eps), torch.zeros(7))
+
+
+def test_the_returns_of_another_group_change_nothing_in_the_same_state():
+    other = RETURN.clone()
+    other[[3, 4]] = torch.tensor([-50.0, 20])
+    found = [anchor_advantage(values, STATE, ANCHORED)[[0, 1, 2, 5, 6]] for values in (RETURN, other)]
+    assert torch.equal(*found)
+
+
+def test_anchor_arguments_are_named():
+    with pytest.raises(ValueError, match=r"returns has shape \[2\], want \[S\] = \[7\]"):
+        anchor_advantage(torch.zeros(2), STATE, ANCHORED)
+    with pytest.raises(ValueError, match=r"state_key has shape \[2\], want \[S\] = \[7\]"):
+        anchor_advantage(RETURN, STATE[:2], ANCHORED)
+    with pytest.raises(ValueError, match="state_key has dtype torch.float32, want int"):
+        anchor_of_action(RETURN, ANCHORED)
+    with pytest.raises(ValueError, match="scale is 'max', want one of 'std', 'none'"):
+        anchor_advantage(RETURN, STATE, ANCHORED, scale="max")
+    with pytest.raises(ValueError, match="eps is -1"):
+        anchor_advantage(RETURN, STATE, ANCHORED, scale="std", eps=-1)
