@@ -48,6 +48,8 @@ class TraceConfig:
         check_settings(self, answer=("last", "none", "action_mask"))
         finite = (0, sys.float_info.max)
         check_numbers(self, alpha_out=finite, alpha_turn=finite, gamma=(0, 1), steps=(1, math.inf))
+        if not isinstance(self.steps, int):
+            raise ValueError(f"steps is {self.steps!r}, want an int >= 1")
         check_numbers(self, eps=(sys.float_info.min, sys.float_info.max))
 
     @property
