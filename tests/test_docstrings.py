@@ -14,6 +14,7 @@ MODULES = [
     for package in ("crest_ops", "crest_kernels", "crest_train", "crest_bench")
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + ".")
 ]
+FORMULAS = ("advantages", "allocation", "reductions", "returns", "segments", "token_returns")
 LETTERS = re.compile(r"\[[BGHKNSTV.\d][^\]]*\]|shape|scalar")
 
 
@@ -45,7 +46,7 @@ def test_docstring_names_every_argument(value):
         assert inspect.getdoc(value)
         return
     exported = getattr(crest_ops, value.__name__, None) is value
-    formula = value.__module__.split(".")[-1] in ("advantages", "allocation", "reductions", "segments")
+    formula = value.__module__.split(".")[-1] in FORMULAS
     if not (exported or formula):
         return
     text = inspect.getdoc(value)

@@ -8,7 +8,26 @@ method uses what it knows beside the verifier: see signals.Credit.
 
 from types import MappingProxyType, ModuleType
 
-from . import crest, grpo, turn_grpo
+from . import (
+    abc,
+    cispo,
+    crest,
+    dapo,
+    dr_grpo,
+    efca,
+    factor,
+    gigpo,
+    grpo,
+    gspo,
+    mt_grpo,
+    responsibility,
+    rlsd,
+    serl,
+    toolopd,
+    trace,
+    triage,
+    turn_grpo,
+)
 
 
 class _Methods(dict):
@@ -16,5 +35,26 @@ class _Methods(dict):
         raise ValueError(f"method {name!r} is unknown, want one of {', '.join(self)}")
 
 
-METHODS = MappingProxyType(_Methods(grpo=grpo, turn_grpo=turn_grpo, crest=crest))
+METHODS = MappingProxyType(
+    _Methods(
+        grpo=grpo,
+        turn_grpo=turn_grpo,
+        dr_grpo=dr_grpo,
+        dapo=dapo,
+        gspo=gspo,
+        cispo=cispo,
+        gigpo=gigpo,
+        mt_grpo=mt_grpo,
+        rlsd=rlsd,
+        serl=serl,
+        crest=crest,
+        factor=factor,
+        trace=trace,
+        efca=efca,
+        triage=triage,
+        abc=abc,
+        toolopd=toolopd,
+        responsibility=responsibility,
+    )
+)
 """Name -> method module. An unknown name raises ValueError listing the known ones."""

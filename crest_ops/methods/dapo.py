@@ -43,7 +43,7 @@ def dynamic_sampling(reward: Tensor, spans: Spans) -> Tensor:
     DAPO, arXiv 2503.14476, section 3.2, eq. 11: the paper samples on until the batch is full of such groups, which is
     the caller's to do. A group of one is constant.
 
-    reward [B] real. Returns [B] bool. Raises ValueError: wrong shape.
+    reward [B] real, of the trajectories of spans. Returns [B] bool. Raises ValueError: wrong shape.
     """
     if not isinstance(reward, Tensor) or [*reward.shape] != [spans.num_trajectories]:
         found = f"has shape {[*reward.shape]}" if isinstance(reward, Tensor) else f"is {type(reward).__name__}"

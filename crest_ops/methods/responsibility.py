@@ -73,9 +73,9 @@ def redistribute(action_credit: Tensor, error: Tensor, cause: Tensor, spans: Spa
     This project's own formula. The sum over a trajectory is conserved; a chain of echoes of any length lands on one
     root; positive credit stays where it is; kappa = 1 or no echo gives A bitwise.
 
-    action_credit [S] real, signed, from any method; error [S] bool: the action failed; cause [S] int: index in 0..S-1
-    of the earlier action of the trajectory that made it fail, -1 for none; kappa in [0, 1]. Returns [S] float32
-    (float64 for float64), detached.
+    action_credit [S] real, signed, from any method, of the actions of spans; error [S] bool: the action failed; cause
+    [S] int: index in 0..S-1 of the earlier action of the trajectory that made it fail, -1 for none; kappa in [0, 1].
+    Returns [S] float32 (float64 for float64), detached.
     Raises ValueError naming the action: a cause that is no earlier action of the trajectory (so no cycle either).
     Raises ValueError: a credit that is not finite, another shape or dtype, kappa outside [0, 1].
     """
