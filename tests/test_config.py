@@ -243,7 +243,7 @@ def test_methods_by_name():
         ({"surrogate": {"dual": True}}, "dual is True"),
         ({"surrogate": {"dual": "3"}}, "str"),
         ({"reduction": ["token_mean"]}, "reduction is "),
-        ({"gate": "entropy"}, "gate 'entropy' needs entropy_N, which the trainer does not gather"),
+        ({"gate": "hope"}, "gate is 'hope', want one of 'surprisal', 'entropy'"),
     ],
 )
 def test_method_options_of_another_type_are_named(options, complaint):

@@ -8,13 +8,14 @@ import torch
 from crest_train.chat import make_chat
 from crest_train.config import TeacherSection, TrainingSection, load_config
 from crest_train.contexts import hints, teacher_stream
-from crest_train.credit import assign_credit, rows_with_signal, session_reward
+from crest_train.credit import assign_credit, needs_of, rows_with_signal, session_reward, spans_of
 from crest_train.environments import FIRST_HELD_OUT_SEED
 from crest_train.evaluate import evaluate
 from crest_train.imitation import imitate
 from crest_train.loop import session_seeds, train
 from crest_train.report import closing_table, grpo_reference
 from crest_train.rollouts import Sampling, rollout
+from crest_train.signals import Scorers, gather
 from crest_train.teacher import teacher_gap
 from crest_train.trajectories import trajectories_page
 from crest_train.update import update
@@ -225,8 +226,10 @@ def test_turn_credit_of_a_rollout_by_hand():
     played = play(model, [Toy(2), Toy(2)])
     played.turn_reward = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
     group = torch.tensor([0, 0])
-    section = load_config(None, {"method": {"name": "turn_grpo"}}).method
-    credit_BT = assign_credit(played, group, None, section).credit_N.view_as(played.policy)
+    config = load_config(None, {"method": {"name": "turn_grpo"}})
+    scorers = Scorers(model, None)
+    signals = gather(needs_of(config.method, 1), played, group, spans_of(played, group), config, scorers)
+    credit_BT = assign_credit(played, group, signals, config.method, 1).credit_N.view_as(played.policy)
     for row, sign in ((0, 1), (1, -1)):
         first = credit_BT[row][played.turn[row] == 0]
         assert first.tolist() == pytest.approx([sign * 0.5 / math.sqrt(0.5)] * len(first), abs=1e-4)

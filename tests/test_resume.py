@@ -31,8 +31,8 @@ def stop_after_save(monkeypatch, step):
     """Stop the next run as soon as the checkpoint of `step` is written."""
     save = RunFolder.save
 
-    def save_and_stop(folder, model, tokenizer, optimizer, at):
-        save(folder, model, tokenizer, optimizer, at)
+    def save_and_stop(folder, model, tokenizer, optimizer, at, value):
+        save(folder, model, tokenizer, optimizer, at, value)
         if at == step:
             raise Stop
 
@@ -90,7 +90,7 @@ def test_stopped_run_goes_on_as_if_it_had_not_been(policy_folder, finished, tmp_
         monkeypatch.setattr(RunFolder, "log", lambda s, e, n, **v: log(s, e, n, **v) or (n == 3 and stop()))
     else:
         monkeypatch.setattr(
-            RunFolder, "save", lambda s, m, t, o, n: half_save(s, m, t, o, n) if n == 4 else save(s, m, t, o, n)
+            RunFolder, "save", lambda s, m, t, o, n, v: half_save(s, m, t, o, n) if n == 4 else save(s, m, t, o, n, v)
         )
 
     def half_save(run, model, tokenizer, optimizer, step):

@@ -1,6 +1,6 @@
-"""From a rollout to the credit of every token: builds the signals that a method asks for, and asks it.
+"""From a rollout to the credit of every token: its spans, its rewards, and the method that is asked.
 
-B = sessions, T = token positions, N = B*T, K = turns that hold an action (over all sessions).
+B = sessions, T = token positions, N = B*T, S = actions of all sessions, K = turns that hold an action.
 """
 
 from dataclasses import is_dataclass, replace
@@ -10,20 +10,17 @@ import torch
 
 from crest_ops import METHODS, Credit, Signals, Spans
 from crest_train.config import MethodSection
-from crest_train.rollouts import Rollout
-
-GATHERED = frozenset({"reward_B", "turn_reward_K", "teacher_gap_N", "surprisal_N"})
-"""The signals that the loop gathers."""
+from crest_train.sessions import Rollout
 
 
-def make_method(section: MethodSection) -> tuple[Any, Any]:
-    """The method (.assign, .needs) and its config. Raises ValueError: unknown name or option, a signal not gathered."""
+def make_method(section: MethodSection, step: int | None = None) -> tuple[Any, Any]:
+    """The method (.assign, .Config, .needs) and its config, that of training step `step` (from 1) where one is named.
+
+    Raises ValueError: unknown name or option, a value that the method refuses.
+    """
     if section.name not in METHODS:
         raise ValueError(f"method.name: unknown method {section.name!r}; known: {', '.join(METHODS)}")
     method = METHODS[section.name]
-    missing = sorted(set(method.needs) - GATHERED)
-    if missing:
-        raise ValueError(f"method.name: {section.name} needs {', '.join(missing)}, which the trainer does not gather")
     known = list(method.Config.__dataclass_fields__)
     for option in section.options:
         if option not in known:
@@ -32,9 +29,13 @@ def make_method(section: MethodSection) -> tuple[Any, Any]:
         config = _with(method.Config(), section.options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"method.options: {error}") from error
-    if (gate := getattr(config, "gate", None)) and f"{gate}_N" not in GATHERED:
-        raise ValueError(f"method.options: gate {gate!r} needs {gate}_N, which the trainer does not gather")
-    return method, config
+    return method, config.at(step) if step is not None and hasattr(config, "at") else config
+
+
+def needs_of(section: MethodSection, step: int | None = None) -> tuple[str, ...]:
+    """The signals that the method needs with its options: in training step `step`, or (None) before any schedule."""
+    method, config = make_method(section, step)
+    return tuple(getattr(config, "needs", method.needs))
 
 
 def _with(config: Any, options: dict[str, Any]) -> Any:
@@ -72,19 +73,46 @@ def rows_with_signal(rollout: Rollout, group: torch.Tensor) -> list[int]:
     ]
 
 
-def assign_credit(
-    rollout: Rollout, group: torch.Tensor, teacher_gap: torch.Tensor | None, section: MethodSection
-) -> Credit:
-    """The credit of every token position of the rollout, read row by row (N = B*T).
+def action_reward(rollout: Rollout, kind: str) -> torch.Tensor:
+    """Reward [S] of each action: a session's actions sum to its `session_reward`, earned where it was verified.
 
-    group [B] int64: which task each session is a rollout of. teacher_gap [B,T], for methods that need a teacher.
+    "all": the session's reward at its last action. "mean": a turn's reward / number of turns, at its last action.
     """
-    method, config = make_method(section)
-    spans = Spans.from_mask(rollout.policy, group=group, turn=rollout.turn)
-    signals = Signals(
-        reward_B=session_reward(rollout, section.session_reward),
-        turn_reward_K=rollout.turn_reward[spans.trajectory_of_turn, spans.turn_index],
-        teacher_gap_N=None if teacher_gap is None else teacher_gap.flatten(),
-        surprisal_N=-rollout.old_logp.flatten(),
-    )
-    return method.assign(spans, signals, config)
+    reward_B = session_reward(rollout, kind).tolist()
+    rewards = []
+    for session, reward in zip(rollout.sessions, reward_B, strict=True):
+        turns = [action.turn for action in session.actions]
+        last = [turn != after for turn, after in zip(turns, [*turns[1:], None], strict=True)]
+        if kind == "mean":
+            earned = [value / session.num_turns for value in session.turn_reward]
+            rewards += [earned[turn] if ends else 0.0 for turn, ends in zip(turns, last, strict=True)]
+        elif turns:
+            rewards += [0.0] * (len(turns) - 1) + [reward]
+    return torch.tensor(rewards)
+
+
+def spans_of(rollout: Rollout, group: torch.Tensor) -> Spans:
+    """Which token positions form which action, turn and session, the rollout read row by row (N = B*T).
+
+    Actions are the ones recorded, also where no token lies between two of them. group [B] int64, from 0: which task
+    each session is a rollout of.
+    """
+    segments, length = [], rollout.ids.shape[1]
+    for row, session in enumerate(rollout.sessions):
+        end = 0
+        for action in session.actions:
+            size = len(action.tokens)
+            segments += [(action.start - end, False, action.turn, row), (size, True, action.turn, row)]
+            end = action.start + size
+        segments.append((length - end, False, 0, row))
+    lengths, written, turn, row = (torch.tensor(column) for column in zip(*segments, strict=True))
+    return Spans.from_lengths(lengths, action=written, turn=turn, trajectory=row, group=group)
+
+
+def assign_credit(rollout: Rollout, group: torch.Tensor, signals: Signals, section: MethodSection, step: int) -> Credit:
+    """The credit of every token position of the rollout in training step `step` (from 1), read row by row (N = B*T).
+
+    signals: what the method needs in that step (needs_of), on the rollout's device.
+    """
+    method, config = make_method(section, step)
+    return method.assign(spans_of(rollout, group), signals, config)

@@ -1,4 +1,4 @@
-"""The training loop, from top to bottom: rollout -> verify -> teacher scoring -> credit -> loss -> step -> log."""
+"""The training loop, from top to bottom: rollout -> verify -> signals -> credit -> loss -> step -> log."""
 
 import hashlib
 import resource
@@ -10,20 +10,22 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crest_ops import Credit
+from crest_ops import AdditiveCredit, Credit, Signals, Spans
 from crest_train.chat import Chat, make_chat
 from crest_train.config import Config, PolicySection
-from crest_train.credit import assign_credit, make_method, rows_with_signal, session_reward
+from crest_train.credit import assign_credit, make_method, needs_of, session_reward, spans_of
 from crest_train.display import progress
 from crest_train.environments import FIRST_HELD_OUT_SEED, make_environment
 from crest_train.evaluate import evaluate, sampling_of
 from crest_train.fetch import path_of
 from crest_train.imitation import imitate
 from crest_train.model import check_policy, context_length, load_pretrained
+from crest_train.probe_statistics import top_shares
 from crest_train.report import closing_table, draw_curves, grpo_reference
-from crest_train.rollouts import Rollout, rollout
+from crest_train.rollouts import rollout
 from crest_train.run_folder import RunFolder, claim_run
-from crest_train.teacher import teacher_gap
+from crest_train.sessions import Rollout
+from crest_train.signals import Scorers, check_environment, gather, teacher_of
 from crest_train.trajectories import trajectories_page
 from crest_train.update import update
 from crest_train.warm_start import built_in_policy
@@ -39,6 +41,7 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
     make_method(config.method)
     for options in (config.environment.options, config.held_out_options()):
         make_environment(config.environment.name, options)
+    check_environment(config)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     with claim_run(config, output) as folder:
@@ -63,22 +66,31 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
     check_policy(model)
     chat = make_chat(tokenizer)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.training.rate, betas=config.training.betas)
+    asked = needs_of(config.method)  # before any schedule: what is learned is learned from the first step on
+    if "value_S" in asked:
+        from crest_train.value import StateValue
+    value = StateValue(model, chat, config) if "value_S" in asked else None
     if done is None:
         done = 0
         folder.begin(config)
         imitation = imitate(model, chat, config, console)
         seconds = time.perf_counter() - began
         folder.log("warm_start", 0, **imitation, warm_start_seconds=seconds, peak_memory_mib=peak_memory_mib())
-        folder.save(model, tokenizer, optimizer, 0)
+        if "gold_logp" in asked:
+            folder.save_reference(model)
+        folder.save(model, tokenizer, optimizer, 0, value and value.state_dict())
     else:
         folder.restore_optimizer(optimizer)
+        if value:
+            value.load_state_dict(folder.restore_value())
         if damaged := folder.forget_after(done):
             console.print(f"metrics.jsonl: left out {damaged} damaged line(s)", highlight=False)
         console.print(f"{folder.path} holds {done} of {config.training.steps} steps: going on", soft_wrap=True)
+    reference = folder.restore_reference(config.policy) if "gold_logp" in asked else None
+    scorers = Scorers(model, chat, reference, value)
     evaluate_where_due(folder, model, chat, config, done, console)
 
-    total, with_teacher = config.training.steps, "teacher_gap_N" in make_method(config.method)[0].needs
-    cuts_told = False
+    total, cuts_told = config.training.steps, False
     with progress(console, "step", total, done) as show:
         for step in range(done + 1, total + 1):
             # Rollout: every environment verifies its session, turn by turn.
@@ -90,7 +102,7 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
                 [make_environment(config.environment.name, config.environment.options) for _ in seeds],
                 seeds,
                 generator=generator_of(config, step, "rollout", model.device),
-                sampling=sampling_of(config, gold=with_teacher),
+                sampling=sampling_of(config, gold=reads_gold(config)),
             )
             if batch.cut_sessions and not cuts_told:
                 cuts_told = True
@@ -99,24 +111,20 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
                     f"{context_length(model)} tokens: the turn under way failed, finished turns count (said once)"
                 )
 
-            # Teacher scoring, where a group has something to learn from.
+            # Signals: what the method asks for in this step, from rules, the self-teacher and other scorers.
             began = time.perf_counter()
-            gap_BT = None
-            if with_teacher:
-                gap_BT = teacher_gap(
-                    model,
-                    chat,
-                    batch,
-                    group,
-                    rows_with_signal(batch, group),
-                    config.teacher,
-                    temperature=config.rollout.temperature,
-                    rows_per_micro_batch=config.training.rows_per_micro_batch,
-                )
+            spans = spans_of(batch, group)
+            signals = gather(needs_of(config.method, step), batch, group, spans, config, scorers)
+            learned = value.learn(batch, spans) if value else {}
             scored = time.perf_counter()
 
-            # Credit, loss, step.
-            credit = assign_credit(batch, group, gap_BT, config.method)
+            # Credit, and the teacher's distributions where it distils them.
+            credit = assign_credit(batch, group, signals, config.method, step)
+            assigned = time.perf_counter()
+            teacher = teacher_of(credit, batch, group, config, scorers)
+
+            # Loss, step.
+            distributed = time.perf_counter()
             metrics = update(
                 model,
                 optimizer,
@@ -125,15 +133,19 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
                 config.training,
                 temperature=config.rollout.temperature,
                 generator=generator_of(config, step, "minibatches", torch.device("cpu")),
+                teacher=teacher,
             )
             stepped = time.perf_counter()
 
             # Log.
-            metrics |= outcome_metrics(batch) | teacher_metrics(batch, credit, gap_BT)
+            metrics |= (
+                outcome_metrics(batch) | credit_metrics(credit, spans) | teacher_metrics(credit, signals) | learned
+            )
             metrics |= {
                 "rollout_seconds": batch.seconds,
-                "teacher_seconds": scored - began,
-                "training_seconds": stepped - scored,
+                "teacher_seconds": scored - began + distributed - assigned,
+                "credit_seconds": assigned - scored,
+                "training_seconds": stepped - distributed,
             }
             folder.log("step", step, **metrics, peak_memory_mib=peak_memory_mib())
             show(step, "turn {turn_success:.3f}  session {session_success:.3f}  loss {loss:+.4f}".format(**metrics))
@@ -141,7 +153,7 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
                 title = f"{config.method.name} on {config.environment.name}, step {step}"
                 page = trajectories_page(title, batch, credit, tokenizer, config.run.sessions_shown)
                 folder.write("trajectories.html", page)
-                folder.save(model, tokenizer, optimizer, step)
+                folder.save(model, tokenizer, optimizer, step, value and value.state_dict())
             evaluate_where_due(folder, model, chat, config, step, console)
     finish(folder, config, console)
 
@@ -155,6 +167,13 @@ def first_policy(section: PolicySection, console: Console) -> tuple[PreTrainedMo
         model, tokenizer = built_in_policy(console=console)
         return model.to(section.device, getattr(torch, section.dtype)), tokenizer
     return load_pretrained(path_of("smollm2") if section.model == "smollm2" else Path(section.model), section)
+
+
+def reads_gold(config: Config) -> bool:
+    """Whether the ground truth of the sampled sessions is looked at: by the reference, or by the self-teacher."""
+    asked = needs_of(config.method)
+    by_teacher = "teacher_gap_N" in asked and "skill_gap_N" not in asked and config.teacher.context == "ground_truth"
+    return by_teacher or "gold_logp" in asked
 
 
 def session_seeds(config: Config, step: int) -> list[int]:
@@ -200,13 +219,29 @@ def outcome_metrics(batch: Rollout) -> dict[str, float]:
     }
 
 
-def teacher_metrics(batch: Rollout, credit: Credit, gap_BT: torch.Tensor | None) -> dict[str, float]:
-    """Over the tokens with credit: mean teacher gap (nats), and the share where it points the way the credit does."""
-    with_credit = (credit.credit_N != 0).view_as(batch.policy)
-    if gap_BT is None or not with_credit.any():
+def credit_metrics(credit: Credit, spans: Spans) -> dict[str, float]:
+    """How the credit is spread over the policy's tokens.
+
+    credit_top_1, _5, _10: share of the summed |token weight * credit| on the largest 1, 5 and 10 % of the tokens.
+    sign_flipped, of additive credit: share of the tokens where its sign is the opposite of the verifier's.
+    """
+    sizes = (credit.token_weight_N * credit.credit_N).abs()[spans.mask]
+    if not sizes.any():
         return {}
-    gap = gap_BT[with_credit]
-    agrees = gap * credit.credit_N.view_as(batch.policy)[with_credit] > 0
+    names = ("credit_top_1", "credit_top_5", "credit_top_10")
+    metrics = dict(zip(names, top_shares(sizes, (0.01, 0.05, 0.1)), strict=True))
+    if isinstance(credit, AdditiveCredit):
+        metrics["sign_flipped"] = float((credit.credit_N * credit.advantage_N < 0)[spans.mask].float().mean())
+    return metrics
+
+
+def teacher_metrics(credit: Credit, signals: Signals) -> dict[str, float]:
+    """Over the tokens with credit: mean teacher gap (nats), and the share where it points the way the credit does."""
+    with_credit_N = credit.credit_N != 0
+    if signals.teacher_gap_N is None or not with_credit_N.any():
+        return {}
+    gap = signals.teacher_gap_N[with_credit_N]
+    agrees = gap * credit.credit_N[with_credit_N] > 0
     return {"teacher_gap": float(gap.mean()), "share_amplified": float(agrees.float().mean())}
 
 

@@ -35,7 +35,12 @@ def load_pretrained(folder: Path, section: PolicySection) -> tuple[PreTrainedMod
 
 
 def read_pretrained(path: Path, section: PolicySection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """What `load_pretrained` gives, with the libraries' own errors.
+    """What `load_pretrained` gives, with the libraries' own errors."""
+    return read_model(path, section), AutoTokenizer.from_pretrained(path)
+
+
+def read_model(path: Path, section: PolicySection) -> PreTrainedModel:
+    """The model alone.
 
     Every parameter is where the allocator puts it: one that still lay in the mapped file, at an odd offset, would take
     other CPU kernels, and a resumed run would differ in its last bits.
@@ -43,7 +48,7 @@ def read_pretrained(path: Path, section: PolicySection) -> tuple[PreTrainedModel
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, section.dtype))
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
-    return model.to(section.device), AutoTokenizer.from_pretrained(path)
+    return model.to(section.device)
 
 
 def first_line(error: BaseException) -> str:

@@ -1,4 +1,7 @@
-"""The folder of a run: resolved configuration, metrics line by line, and a checkpoint that is replaced as a whole."""
+"""The folder of a run: resolved configuration, metrics line by line, and a checkpoint that is replaced as a whole.
+
+Where a method compares with a frozen reference, the policy as it was when the run began lies there too.
+"""
 
 import json
 import os
@@ -17,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crest_train.config import Config, PolicySection, load_config, to_toml
-from crest_train.model import first_line, read_pretrained
+from crest_train.model import first_line, read_model, read_pretrained
 
-_OPTIMIZER, _STATE = "optimizer.safetensors", "trainer.json"
+_OPTIMIZER, _VALUE, _STATE = "optimizer.safetensors", "value.safetensors", "trainer.json"
 _CONFIG, _METRICS, _LOCK = "config.toml", "metrics.jsonl", ".lock"
 
 
@@ -77,6 +80,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.checkpoint = path / "checkpoint"
+        self.reference = path / "reference"
 
     @property
     def command(self) -> str:
@@ -93,6 +97,7 @@ class RunFolder:
         """Write the resolved configuration; what a run without a checkpoint left there goes."""
         for name in (_METRICS, "trajectories.html", "curves.png"):
             (self.path / name).unlink(missing_ok=True)
+        shutil.rmtree(self.reference, ignore_errors=True)
         self.write(_CONFIG, to_toml(config))
 
     def write(self, name: str, text: str) -> None:
@@ -129,8 +134,12 @@ class RunFolder:
         tokenizer: PreTrainedTokenizerBase,
         optimizer: torch.optim.Optimizer,
         step: int,
+        value: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Replace the checkpoint by the present state: what `save_pretrained` writes, the optimizer, the step."""
+        """Replace the checkpoint by the present state: what `save_pretrained` writes, the optimizer, the step.
+
+        value: what a value of states has learned (its state_dict), if the run has one.
+        """
         new, old = self.path / "checkpoint.tmp", self.path / "checkpoint.old"
         shutil.rmtree(new, ignore_errors=True)
         model.save_pretrained(new)
@@ -141,6 +150,8 @@ class RunFolder:
             for name, value in values.items()
         }
         save_file(tensors, new / _OPTIMIZER)
+        if value is not None:
+            save_file({name: tensor.contiguous() for name, tensor in value.items()}, new / _VALUE)
         (new / _STATE).write_text(json.dumps({"step": step}), encoding="utf-8")
         shutil.rmtree(old, ignore_errors=True)
         if self.checkpoint.exists():
@@ -176,10 +187,34 @@ class RunFolder:
             state.setdefault(int(index), {})[name] = value.clone()  # out of the mapped file: see read_pretrained
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
-    def _damaged(self, error: Exception) -> ValueError:
+    def restore_value(self) -> dict[str, torch.Tensor]:
+        """What `save` was given as the value. Raises ValueError when it is damaged."""
+        try:
+            tensors = load_file(self.checkpoint / _VALUE)
+        except (OSError, SafetensorError) as error:
+            raise self._damaged(error) from error
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def save_reference(self, model: PreTrainedModel) -> None:
+        """Keep the policy as it is now, whole or not at all."""
+        new = self.path / "reference.tmp"
+        shutil.rmtree(new, ignore_errors=True)
+        model.save_pretrained(new)
+        shutil.rmtree(self.reference, ignore_errors=True)
+        new.rename(self.reference)
+
+    def restore_reference(self, section: PolicySection) -> PreTrainedModel:
+        """The policy that `save_reference` kept, frozen. Raises ValueError when it is damaged."""
+        try:
+            model = read_model(self.reference, section)
+        except Exception as error:  # whatever the libraries raise for a damaged file
+            raise self._damaged(error, self.reference) from error
+        return model.eval().requires_grad_(False)
+
+    def _damaged(self, error: Exception, folder: Path | None = None) -> ValueError:
         return ValueError(
-            f"{self.checkpoint} is damaged ({first_line(error)}); bring it back from a copy, "
-            "or delete it to begin the run again"
+            f"{folder or self.checkpoint} is damaged ({first_line(error)}); bring it back from a copy, "
+            f"or delete {'it' if folder is None else self.checkpoint} to begin the run again"
         )
 
 

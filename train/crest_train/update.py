@@ -1,6 +1,6 @@
 """One round of optimizer steps on a rollout's credit.
 
-B = sessions, T = token positions, N = B*T, R = policy-written positions of a micro-batch.
+B = sessions, T = token positions, N = B*T, R = policy-written positions of a micro-batch, H = hidden size.
 """
 
 from collections.abc import Iterator
@@ -10,10 +10,23 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from crest_ops import Credit, PolicyLoss, Spans, head_of, linear_policy_loss
+from crest_ops import (
+    Credit,
+    Head,
+    Spans,
+    head_of,
+    linear_policy_loss,
+    linear_token_divergence,
+    linear_token_stats,
+)
 from crest_train.config import TrainingSection
 from crest_train.model import policy_hidden, shared_prompt
-from crest_train.rollouts import Rollout
+from crest_train.sessions import Rollout
+from crest_train.teacher import Teacher
+
+SUMMED = ("loss", "distillation", "entropy", "ratio", "clipped", "tokens", "fed")
+"""What `accumulate_gradient` sums: the loss and the distillation in it, then over the policy's tokens; tokens written
+and tokens fed."""
 
 
 def update(
@@ -25,36 +38,74 @@ def update(
     *,
     temperature: float,
     generator: torch.Generator,
+    teacher: Teacher | None = None,
 ) -> dict[str, float]:
     """Step the optimizer minibatches x epochs times and return metrics: means over the tokens or steps trained on.
 
-    The loss of a minibatch is minibatches * sum_N weight * surrogate, however it is split into micro-batches: the
-    weights come from the whole rollout. Rows whose credit is all zero are left out of the passes.
+    The loss of a minibatch is minibatches * sum_N (weight * surrogate + distillation), however it is split into
+    micro-batches: the weights come from the whole rollout. Rows whose credit is all zero are left out of the passes.
+    teacher: for credit that distils over the whole vocabulary (signals.teacher_of).
     """
-    rows = (credit.credit_N.view_as(rollout.policy) != 0).any(1).nonzero().flatten()
-    sums = dict.fromkeys(("loss", "entropy", "ratio", "clipped", "grad_norm"), 0.0)
-    written = fed = steps = 0
+    rows = trained_rows(rollout, credit)
+    sums, steps, grad_norm = dict.fromkeys(SUMMED, 0.0), 0, 0.0
     for _ in range(section.epochs):
-        order = rows[torch.randperm(len(rows), generator=generator)].tolist()
+        order = [rows[place] for place in torch.randperm(len(rows), generator=generator).tolist()]
         for part in range(min(section.minibatches, len(order))):
             optimizer.zero_grad()
-            for micro, cache in _micro_batches(model, rollout, order[part :: section.minibatches], section):
-                result = _loss(model, rollout, credit, micro, cache, temperature)
-                loss = result.loss * section.minibatches
-                loss.backward()
-                sums["loss"] += loss.detach()
-                for name in ("entropy", "ratio", "clipped"):
-                    sums[name] += getattr(result, name).float().sum()
-                written += result.logp.numel()
-                fed += int(rollout.lengths[micro].sum())
-            sums["grad_norm"] += torch.nn.utils.clip_grad_norm_(
-                model.parameters(), section.clip, error_if_nonfinite=True
+            found = accumulate_gradient(
+                model,
+                rollout,
+                credit,
+                order[part :: section.minibatches],
+                section,
+                temperature=temperature,
+                teacher=teacher,
+                scale=section.minibatches,
             )
+            sums = {name: sums[name] + found[name] for name in SUMMED}
+            grad_norm += torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip, error_if_nonfinite=True)
             optimizer.step()
             steps += 1
-    counts = {name: steps if name in ("loss", "grad_norm") else written for name in sums}
-    means = {name: float(total) / max(1, counts[name]) for name, total in sums.items()}
-    return means | {"trained_rows": len(rows), "trained_tokens": fed}
+    tokens = max(1, sums["tokens"])
+    metrics = {"loss": float(sums["loss"]) / max(1, steps), "grad_norm": float(grad_norm) / max(1, steps)}
+    metrics |= {name: float(sums[name]) / tokens for name in ("entropy", "ratio", "clipped")}
+    if credit.distill_N is not None:
+        metrics["distillation"] = float(sums["distillation"]) / max(1, steps)
+    return metrics | {"trained_rows": len(rows), "trained_tokens": int(sums["fed"])}
+
+
+def trained_rows(rollout: Rollout, credit: Credit) -> list[int]:
+    """The rows of the rollout in which some token has credit or is distilled."""
+    trained_N = credit.credit_N != 0
+    if credit.distill_N is not None:
+        trained_N = trained_N | (credit.distill_N != 0)
+    return trained_N.view_as(rollout.policy).any(1).nonzero().flatten().tolist()
+
+
+def accumulate_gradient(
+    model: PreTrainedModel,
+    rollout: Rollout,
+    credit: Credit,
+    rows: list[int],
+    section: TrainingSection,
+    *,
+    temperature: float,
+    teacher: Teacher | None = None,
+    scale: float = 1.0,
+) -> dict[str, torch.Tensor | float]:
+    """Add the gradient of scale * loss over the rows to the parameters', and return the sums that SUMMED names.
+
+    loss = sum_N (token_weight * surrogate(ratio, credit) + distillation), in parts of section.rows_per_micro_batch
+    rows. Raises ValueError: a distillation over the whole vocabulary without a teacher.
+    """
+    if teacher is None and credit.distill_N is not None and credit.distill_kind != "sampled_reverse_kl":
+        raise ValueError(f"teacher is None, want one, as the credit distils with kind {credit.distill_kind!r}")
+    sums: dict[str, torch.Tensor | float] = dict.fromkeys(SUMMED, 0.0)
+    for micro, cache in _micro_batches(model, rollout, rows, section):
+        found = _backward(model, rollout, credit, micro, cache, temperature, teacher, scale)
+        for name, value in found.items():
+            sums[name] = sums[name] + value
+    return sums
 
 
 def _micro_batches(
@@ -68,14 +119,17 @@ def _micro_batches(
                 yield members[start : start + size], cache()
 
 
-def _loss(
+def _backward(
     model: PreTrainedModel,
     rollout: Rollout,
     credit: Credit,
     rows: list[int],
     cache: Cache | None,
     temperature: float,
-) -> PolicyLoss:
+    teacher: Teacher | None,
+    scale: float,
+) -> dict[str, torch.Tensor | float]:
+    """The backward pass of a micro-batch."""
     length = int(rollout.lengths[rows].max())
     ids_BT, policy_BT = (tensor[rows, :length].to(model.device) for tensor in (rollout.ids, rollout.policy))
 
@@ -87,11 +141,12 @@ def _loss(
         turn_BT = rollout.turn[rows, :length].to(model.device)
         spans = Spans.from_mask(policy_BT, group=torch.arange(len(rows), device=model.device), turn=turn_BT)
         spans = replace(spans, action_of_token=spans.action_of_token[spans.mask])  # of the written positions alone
-    head = head_of(model)
-    return linear_policy_loss(
-        policy_hidden(model, ids_BT, policy_BT, cache),
+    head, target_R = head_of(model), ids_BT[policy_BT]
+    hidden_RH = policy_hidden(model, ids_BT, policy_BT, cache)
+    result = linear_policy_loss(
+        hidden_RH,
         head.weight,
-        ids_BT[policy_BT],
+        target_R,
         written(credit.credit_N),
         token_weight=written(credit.token_weight_N),
         old_logp=written(rollout.old_logp),
@@ -100,3 +155,57 @@ def _loss(
         temperature=temperature,
         **head.options,
     )
+    loss, distilled = result.loss, 0.0
+    if credit.distill_N is not None:
+        place_R = written(rollout.policy.flatten().cumsum(0) - 1)
+        weight_R, kind = written(credit.distill_N), credit.distill_kind
+        distilled = distillation(hidden_RH, head, target_R, weight_R, kind, temperature, teacher, place_R)
+        loss = loss + distilled
+        distilled = distilled.detach() * scale
+    (loss * scale).backward()
+    return {
+        "loss": loss.detach() * scale,
+        "distillation": distilled,
+        "entropy": result.entropy.float().sum(),
+        "ratio": result.ratio.float().sum(),
+        "clipped": result.clipped.float().sum(),
+        "tokens": result.logp.numel(),
+        "fed": int(rollout.lengths[rows].sum()),
+    }
+
+
+def distillation(
+    hidden: torch.Tensor,
+    head: Head,
+    targets: torch.Tensor,
+    weight: torch.Tensor,
+    kind: str,
+    temperature: float,
+    teacher: Teacher | None,
+    place: torch.Tensor,
+) -> torch.Tensor:
+    """The auxiliary term of the loss, a scalar: sum_R weight_R * D_R, D by kind as `crest_ops.Credit` defines it.
+
+    hidden [R,H] and head: of the policy. targets [R] int64: the realised tokens. weight [R]: distill_N there. place
+    [R]: of each token among all that the policy wrote in the rollout, the rows of teacher. Only tokens with a weight
+    are looked at, and over the whole vocabulary only those for which the teacher had a hint.
+    """
+    wanted_R = weight != 0
+    if kind != "sampled_reverse_kl":
+        wanted_R = wanted_R & teacher.known[place]
+    hidden, targets, weight, place = hidden[wanted_R], targets[wanted_R], weight[wanted_R], place[wanted_R]
+    options = {"temperature": temperature, **head.options}
+    if kind == "sampled_reverse_kl":
+        term = linear_token_stats(hidden, head.weight, targets, outputs=("logp",), **options).logp
+    else:
+        term = linear_token_divergence(
+            hidden,
+            head.weight,
+            teacher.hidden[place],
+            teacher.head_weight,
+            targets,
+            teacher_head_bias=options.get("head_bias"),
+            kind=kind,
+            **options,
+        ).divergence
+    return (weight * term).sum()
