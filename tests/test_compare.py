@@ -2,8 +2,10 @@
 
 import csv
 import io
+import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from crest_train import compare as comparing
@@ -246,13 +248,10 @@ def test_mistakes_are_told_before_any_work(monkeypatch, capsys, tmp_path):
 @pytest.fixture
 def shared(policy_folder, monkeypatch):
     """Two steps on the toy; the processes find it too."""
-    monkeypatch.setenv("PYTHONPATH", str(__file__).rpartition("/")[0])
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     changes = {"training": {"steps": 2, "rate": 1e-3}, "evaluation": {"sessions": 8, "every": 1}}
     return toy_config(policy_folder, **changes)
-
-
-def stamps(output):
-    return {str(path): path.stat().st_mtime_ns for path in output.glob("*/*/metrics.jsonl")}
 
 
 def test_comparison_of_real_runs(shared, tmp_path, capsys):
@@ -279,18 +278,6 @@ def test_comparison_of_real_runs(shared, tmp_path, capsys):
         assert [rows[1][part], rows[2][part]] == pytest.approx([first[part], first[part] + second[part]], rel=1e-4)
     assert rows[2]["needs"] == "turn_reward_K teacher_gap_N surprisal_N"
     assert (rows[2]["turns"], rows[2]["seed"], rows[2]["rate"]) == (2, 1, 1e-3)
-
-    # What is finished is kept, more seeds and rates are added, and another configuration is refused.
-    before = stamps(output)
-    compare(shared, "grpo,crest", output, seeds=1, rates="1e-3,2e-3", console=QUIET)
-    assert len(stamps(output)) == 4 and before.items() <= stamps(output).items()
-    assert {found["rate"] for found in read_rows([output / "compare.csv"])} == {1e-3, 2e-3}
-    with pytest.raises(ValueError, match="of another comparison: training.steps is 2 there, 3 here"):
-        compare(with_changes(shared, ["training.steps=3"]), "grpo", output, seeds=1, console=QUIET)
-    options = tmp_path / "options.toml"
-    options.write_text("[crest.options]\nlam = 1.0\n")
-    with pytest.raises(ValueError, match=r"config.toml is of another comparison: method.options.lam is None there"):
-        compare(shared, "crest", output, seeds=1, options=options, console=QUIET)
 
 
 STUB = """
@@ -328,9 +315,15 @@ def stub(monkeypatch, tmp_path):
     )
 
 
+def begin(shared, output, broken=""):
+    """A comparison's folder in which the named runs will fail."""
+    with comparing.claim(shared, output, []):
+        (output / "broken").write_text(broken)
+    return output
+
+
 def test_rows_by_hand(stub, shared, tmp_path):
-    (run,) = plan(shared, "grpo", tmp_path, seeds=1)
-    (tmp_path / "broken").write_text("")
+    (run,) = plan(shared, "grpo", begin(shared, tmp_path / "out"), seeds=1)
     assert play([run], 1, QUIET) == {}
     before, after = rows_of(run, shared)
     assert (before["step"], before["turn_success"], before["seconds"], before["credit_top_1"]) == (0, 0.5, 0, None)
@@ -339,25 +332,25 @@ def test_rows_by_hand(stub, shared, tmp_path):
     assert set(after) == set(COLUMNS)
 
 
-def test_failed_runs_are_named_and_tried_again(stub, shared, tmp_path, capsys):
-    output = tmp_path / "out"
-    with pytest.raises(ValueError):  # nothing is written there
-        compare(shared, "nothing", output, console=QUIET)
-    output.mkdir()
-    for name in ("broken", "starts"):
-        (output / name).write_text("turn_grpo/rate0.001-seed2" if name == "broken" else "")
-    (output / "compare.toml").write_text("")
-    (output / "compare.toml").unlink()
-    with pytest.raises(ValueError, match="holds no comparison"):
-        compare(shared, "grpo,turn_grpo", output, seeds=2, console=QUIET)
+def test_what_is_finished_is_kept_and_another_configuration_refused(stub, shared, tmp_path):
+    output = begin(shared, tmp_path / "out")
+    compare(shared, "grpo,crest", output, seeds=1, console=QUIET)
+    compare(shared, "grpo,crest", output, seeds=2, rates="1e-3,2e-3", console=QUIET)
+    started = (output / "starts").read_text().split()
+    assert len(started) == len(set(started)) == 8
+    assert {found["rate"] for found in read_rows([output / "compare.csv"])} == {1e-3, 2e-3}
+    with pytest.raises(ValueError, match="of another comparison: training.steps is 2 there, 3 here"):
+        compare(with_changes(shared, ["training.steps=3"]), "grpo", output, seeds=1, console=QUIET)
+    options = tmp_path / "options.toml"
+    options.write_text("[crest.options]\nlam = 1.0\n")
+    with pytest.raises(ValueError, match=r"config.toml is of another comparison: method.options.lam is None there"):
+        compare(shared, "crest", output, seeds=1, options=options, console=QUIET)
+    with comparing.claim(shared, output, []), pytest.raises(ValueError, match="a comparison is going on there"):
+        compare(shared, "crest", output, seeds=1, console=QUIET)
 
-    names = {path.name: path.read_text() for path in output.iterdir()}
-    for path in output.iterdir():
-        path.unlink()
-    with comparing.claim(shared, output, []):
-        pass
-    for name, text in names.items():
-        (output / name).write_text(text)
+
+def test_failed_runs_are_named_and_tried_again(stub, shared, tmp_path, capsys):
+    output = begin(shared, tmp_path / "out", broken="turn_grpo/rate0.001-seed2")
     with pytest.raises(SystemExit) as stop:
         compare(shared, "grpo,turn_grpo", output, seeds=2, jobs=3, console=Console(width=300))
     assert stop.value.code == 1
@@ -411,6 +404,6 @@ def test_command_draws_anew_from_files(monkeypatch, capsys, three_methods, tmp_p
 
 
 def test_the_recipe_is_a_configuration():
-    config = load_config(comparing.Path(__file__).parents[1] / "train" / "recipes" / "compare_desk.toml")
+    config = load_config(Path(__file__).parents[1] / "train" / "recipes" / "compare_desk.toml")
     assert config.method.session_reward == "mean" and config.training.steps == 20 and config.run.threads == 1
     assert config.rollout == load_config().rollout
