@@ -119,6 +119,9 @@ def test_what_the_statistics_are_taken_over_by_hand():
     close(step_advantage(values, spans, EXACT), [ROOT2, 0, 0, -ROOT2])
     each = replace(EXACT, statistics="trajectory")
     close(step_advantage(values, spans, each), [2 / ROOT5, -1 / ROOT5, -1 / ROOT5, -4 / ROOT5])
+    with_an_idle_rollout = rollouts([1, 0, 3], [0, 0, 0])
+    for config in (EXACT, each):
+        assert torch.equal(step_advantage(values, with_an_idle_rollout, config), step_advantage(values, spans, config))
     sample = (20 / 27) ** 0.5  # 5/9 * 4/3
     close(step_advantage(values, spans, replace(each, unbiased=True))[:1], [2 / 3 / sample])
 
