@@ -29,10 +29,13 @@ from toy_runs import quiet_train, toy_config
 
 from crest_ops import CISPO, METHODS, Credit, Signals
 
+CREST = {"method": {"name": "crest", "options": {"lam": 1.0}}}
+BATCH = {"rollout": {"sessions": 8, "group_size": 8}}
+
 
 @pytest.fixture(scope="module")
 def run_folder(policy_folder, tmp_path_factory):
-    config = toy_config(policy_folder, training={"steps": 2}, method={"name": "crest", "options": {"lam": 1.0}})
+    config = toy_config(policy_folder, training={"steps": 0}, evaluation={"sessions": 1}, **CREST, **BATCH)
     return quiet_train(config, tmp_path_factory.mktemp("runs") / "run")
 
 
@@ -197,14 +200,14 @@ def test_log_probs_that_were_not_recorded_are_the_policys():
 
 
 def test_variants_follow_their_method_and_keep_the_runs_options(policy_folder):
-    config = toy_config(policy_folder, method={"name": "crest", "options": {"lam": 1.0}})
-    found = variants_of(["crest", "grpo", "crest"], config, 1, controls=True)
+    config = toy_config(policy_folder, **CREST)
+    found = variants_of(["crest", "grpo", "crest"], config, controls=True)
     names = ["grpo", "turn_grpo", "crest", "crest@shuffled", "crest@noise", "crest@reduction"]
     assert [variant.name for variant in found] == names
     assert all(v.section.options == ({"lam": 1.0} if v.section.name == "crest" else {}) for v in found)
-    found = variants_of(["crest@noise"], config, 1, controls=True)
+    found = variants_of(["crest@noise"], config, controls=True)
     assert [variant.name for variant in found] == ["grpo", "turn_grpo", "crest@noise"]
-    assert [v.name for v in variants_of(["crest"], config, 1, controls=False)] == ["grpo", "turn_grpo", "crest"]
+    assert [v.name for v in variants_of(["crest"], config, controls=False)] == ["grpo", "turn_grpo", "crest"]
 
 
 def test_what_a_probe_leaves(run_folder, probed):
@@ -230,7 +233,7 @@ def test_what_a_probe_leaves(run_folder, probed):
         mean = sum(float(row["cosine"]) for row in by_batch if row["method"] == name) / 4
         assert mean == pytest.approx(rows[name]["cosine"], abs=1e-5)
     sessions = [json.loads(line) for line in (output / "rollouts.jsonl").read_text().splitlines()]
-    assert len(sessions) == 4 * 12 and len({s["seed"] for s in sessions}) == 4 * 3
+    assert len(sessions) == 4 * 64 and len({s["seed"] for s in sessions}) == 4 * 8
     assert all(s["gold"] and s["requests"] for s in sessions)
 
 
@@ -251,16 +254,32 @@ def test_figures_that_must_be(probed):
 def test_a_probe_of_recorded_rollouts_is_the_same(run_folder, probed, tmp_path):
     """On the model's folder, which knows nothing of the run, with the run's configuration; sketched, it is near."""
     output, rows, _ = probed
-    config = toy_config(run_folder.path, method={"name": "crest", "options": {"lam": 1.0}})
-    options = dict(batches=4, seed=3, config=config, rollouts=output / "rollouts.jsonl", console=Console(quiet=True))
+    config = toy_config(run_folder.path, **CREST)
+    options = dict(batches=4, seed=3, config=config, controls=False, console=Console(quiet=True))
+    options["rollouts"] = output / "rollouts.jsonl"
     for project in (0, 4096):
         found = probe(run_folder.checkpoint, ["crest"], output=tmp_path / str(project), project=project, **options)
         assert not (tmp_path / str(project) / "rollouts.jsonl").exists()
         near = 1e-4 if project == 0 else 0.1
         for row in found:
-            if "@" not in row["method"]:
-                assert row["cosine"] == pytest.approx(rows[row["method"]]["cosine"], abs=near, nan_ok=True)
-                assert row["top_5"] == pytest.approx(rows[row["method"]]["top_5"], abs=1e-4, nan_ok=True)
+            for key, error in (("cosine", near), ("alignment", near), ("top_5", 1e-4)):
+                assert row[key] == pytest.approx(rows[row["method"]][key], abs=error), (row["method"], key)
+
+
+def test_value_head_learns_from_batches_that_are_not_measured(run_folder, tmp_path):
+    """Five more of them, recorded behind the measured ones; a file without any is refused."""
+    given = dict(batches=3, controls=False, console=Console(quiet=True), config=toy_config(run_folder.path))
+    rows = probe(run_folder.path, ["factor", "trace"], output=tmp_path / "one", **given)
+    assert [row["method"] for row in rows] == ["grpo", "turn_grpo", "factor", "trace", REFERENCE]
+    lines = (tmp_path / "one" / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    assert {json.loads(line)["batch"] for line in lines} == set(range(8))
+    given["rollouts"] = tmp_path / "one" / "rollouts.jsonl"
+    again = probe(run_folder.checkpoint, ["factor", "trace"], output=tmp_path / "two", **given)
+    for row, same in zip(rows, again, strict=True):
+        assert row["cosine"] == pytest.approx(same["cosine"], abs=1e-4) or row["cosine"] == same["cosine"]
+    given["rollouts"].write_text("".join(line for line in lines if json.loads(line)["batch"] < 3))
+    with pytest.raises(ValueError, match="holds 3 batches, want 3, and one or more that the value head learns from"):
+        probe(run_folder.checkpoint, ["factor"], output=tmp_path / "three", **given)
 
 
 def test_sessions_of_another_policy_are_told(run_folder, probed, tmp_path, capsys):

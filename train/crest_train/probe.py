@@ -25,30 +25,29 @@ batch two or more rollouts of every task (equal `group`). Sessions of another po
 recorded log-probs differ from the policy's by more than 0.05 nats on average, the probe says so. A probe that plays its
 own sessions leaves them as rollouts.jsonl beside its figures: the same probe can be made from them on another machine.
 
+A value of states (factor) that is learned comes from the run, where its method learns one; else a head learns it from
+further batches, which are not measured: five more are played, or those in the file behind the measured ones are taken.
+
 Gradients are kept, all parameters of every batch and method, or as sketches of `project` numbers (see projection).
 
 B = sessions.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from crest_ops import METHODS, Credit, Signals, Spans
-from crest_train.chat import Chat, make_chat
-from crest_train.config import Config, MethodSection, load_config
-from crest_train.credit import assign_credit, needs_of, spans_of
+from crest_train.chat import make_chat
+from crest_train.config import Config, MethodSection
+from crest_train.credit import make_method, needs_of, spans_of
 from crest_train.display import progress
-from crest_train.environments import make_environment
-from crest_train.evaluate import sampling_of
-from crest_train.loop import generator_of, session_seeds
-from crest_train.model import check_policy, load_pretrained
+from crest_train.loop import generator_of
+from crest_train.model import check_policy
 from crest_train.probe_credit import (
     CONTROLS,
     GAPS,
@@ -61,11 +60,19 @@ from crest_train.probe_credit import (
 )
 from crest_train.probe_report import COMPARED, REFERENCE, draw, summarise, table, write_csv
 from crest_train.probe_statistics import top_shares
-from crest_train.recording import read_rollouts, record
-from crest_train.rollouts import rollout
-from crest_train.run_folder import RunFolder
+from crest_train.probe_subject import (
+    VALUE_BATCHES,
+    Batch,
+    Subject,
+    needs_spare,
+    played,
+    recorded,
+    recorder,
+    scorers_of,
+    subject_of,
+)
 from crest_train.sessions import Rollout
-from crest_train.signals import Scorers, gather, teacher_of
+from crest_train.signals import Scorers, check_environment, gather, teacher_of
 from crest_train.teacher import Teacher
 from crest_train.update import accumulate_gradient, trained_rows
 
@@ -76,8 +83,6 @@ SKETCH = 1 << 18
 FEWEST_BATCHES = 3
 TOLD_OFF = 0.05
 """Mean difference of recorded log-probs and the policy's, in nats, from which on the probe says so."""
-
-Batch = tuple[Rollout, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -122,45 +127,40 @@ def probe(
         raise ValueError(f"--project: found {project}, want 0 or more numbers per gradient")
     if (output / "probe.csv").exists():
         raise ValueError(f"--output: {output} holds a probe already; name another folder")
-    config, model, tokenizer, step = _subject(policy, config, rollouts is not None)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
-    variants = variants_of(methods, config, step + 1, controls)
+    subject = subject_of(policy, config, seed, rollouts is not None)
+    config, model = subject.config, subject.model
+    variants = variants_of(methods, config, controls)
+    needs = {need for variant in variants for need in variant.needs}
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     model.eval()
     check_policy(model)
     if not project and sum(parameter.numel() for parameter in model.parameters()) > LARGEST_KEPT:
         project = SKETCH
-    needs = {need for variant in variants for need in variant.needs}
-    chat = make_chat(tokenizer) if rollouts is None or needs & {*GAPS, "gold_logp"} else None
+    chat = make_chat(subject.tokenizer) if rollouts is None or needs & {*GAPS, "gold_logp", "value_S"} else None
+    spare = needs_spare(subject, needs)
     if rollouts is None:
-        given = _played(model, chat, config, step, batches)
+        for variant in variants:
+            check_environment(config.model_copy(update={"method": variant.section}))
+        given = played(subject, chat, 0, batches)
+        learned_from = played(subject, chat, batches, VALUE_BATCHES if spare else 0)
     else:
-        given = _recorded(rollouts, model, batches)
+        given, learned_from = recorded(rollouts, model, batches, spare)
     output.mkdir(parents=True, exist_ok=True)
-    scorers = Scorers(model=model, chat=chat, reference=model, value=None)
 
     gradients: dict[str, list[torch.Tensor]] = {variant.name: [] for variant in variants} | {REFERENCE: []}
     shares: dict[str, list[list[float]]] = {name: [] for name in gradients}
-    with progress(console, "batch", batches) as show, _recorder(output, rollouts is None) as keep:
-        for number, (batch, group) in enumerate(given):
-            logp_BT, entropy_BT, sum_sq_BT = token_statistics(model, batch, config)
-            off = complete(batch, logp_BT, entropy_BT)
-            keep(number, batch, group)
+    with progress(console, "batch", batches) as show, recorder(output, rollouts is None) as keep:
+        spare_batches = (batch[:2] for batch in _prepared(subject, learned_from, batches, keep, console))
+        scorers = scorers_of(subject, chat, needs, spare_batches)
+        for number, prepared in enumerate(_prepared(subject, given, 0, keep, console)):
+            batch, group, logp_BT, sum_sq_BT = prepared
             spans = spans_of(batch, group)
-            generator = generator_of(config, number, "controls", torch.device("cpu"))
-            for name, credit, teacher in _credits(batch, group, spans, variants, config, step + 1, scorers, generator):
+            for name, credit, teacher in _credits(batch, group, spans, variants, subject, scorers, number):
                 backward(model, batch, credit, teacher, config)
                 gradients[name].append(gradient_vector(model, project, seed))
                 shares[name].append(top_shares(token_sizes(credit, batch, spans, logp_BT, sum_sq_BT)))
             show(number + 1, f"turn success {float(batch.turn_reward.sum() / batch.num_turns.sum()):.3f}")
-            if off > TOLD_OFF:
-                console.print(
-                    f"batch {number}: recorded log-probs differ from the policy's by {off:.3f} nats on average; other "
-                    "weights or another temperature played it, and the reference is biased",
-                    soft_wrap=True,
-                    highlight=False,
-                )
 
     rows, by_batch = summarise(
         {name: torch.stack(gradients.pop(name)) for name in [*gradients]},  # popped: never all of them twice
@@ -175,10 +175,11 @@ def probe(
     return rows
 
 
-def variants_of(methods: list[str], config: Config, step: int, controls: bool) -> list[Variant]:
-    """The methods named and those they are compared with, as they are in training step `step`, each with its controls.
+def variants_of(methods: list[str], config: Config, controls: bool) -> list[Variant]:
+    """The methods named and those they are compared with, each followed by its controls.
 
-    The run's own method keeps the run's options, others have their defaults. Raises ValueError: none named, one that is
+    The run's own method keeps the run's options, others have their defaults; schedules over training steps (factor's
+    warm-up and decay, say) are not followed. Raises ValueError: none named, one that is
     not known, a control of a method that needs no gap.
     """
     if not methods:
@@ -190,7 +191,7 @@ def variants_of(methods: list[str], config: Config, step: int, controls: bool) -
             raise ValueError(f"--methods: unknown method {name!r}; known: {', '.join(METHODS)}")
         options = config.method.options if name == config.method.name else {}
         section = config.method.model_copy(update={"name": name, "options": options})
-        needs = needs_of(section, step)
+        needs = needs_of(section)
         has_gap = bool(set(GAPS) & set(needs))
         if "@" in given and (control not in CONTROLS or not has_gap):
             known = ", ".join(CONTROLS) if has_gap else f"none for {name}, which reads no teacher's gap"
@@ -202,53 +203,26 @@ def variants_of(methods: list[str], config: Config, step: int, controls: bool) -
     return list(found.values())
 
 
-def _subject(
-    policy: Path, config: Config | None, recorded: bool
-) -> tuple[Config, PreTrainedModel, PreTrainedTokenizerBase, int]:
-    """Configuration, model, tokenizer and steps trained of a run's folder or a model's."""
-    if not (policy / "config.toml").is_file():
-        if config is None and not recorded:
-            raise ValueError(
-                f"--rollouts: {policy} is no run folder; want recorded rollouts, or a configuration to play"
+def _prepared(
+    subject: Subject,
+    batches: Iterable[Batch],
+    first: int,
+    keep: Callable[[int, Rollout, torch.Tensor], None],
+    console: Console,
+) -> Iterator[tuple[Rollout, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Batches, recorded under numbers from `first` on, with the policy's log-probs and sum of squared probabilities."""
+    for number, (batch, group) in enumerate(batches, first):
+        logp_BT, entropy_BT, sum_sq_BT = token_statistics(subject.model, batch, subject.config)
+        off = complete(batch, logp_BT, entropy_BT)
+        keep(number, batch, group)
+        if off > TOLD_OFF:
+            console.print(
+                f"batch {number}: recorded log-probs differ from the policy's by {off:.3f} nats on average; other "
+                "weights or another temperature played it, and the reference is biased",
+                soft_wrap=True,
+                highlight=False,
             )
-        config = config or Config()
-        return config, *load_pretrained(policy, config.policy), 0
-    folder = RunFolder(policy)
-    step = folder.saved_step()
-    if step is None:
-        raise ValueError(f"policy: the run in {policy} has no checkpoint yet")
-    config = config or load_config(policy / "config.toml")
-    return config, *folder.restore_policy(config.policy), step
-
-
-def _played(model: PreTrainedModel, chat: Chat, config: Config, step: int, batches: int) -> Iterator[Batch]:
-    """The batches that a run with this seed would play after its step `step`, all with the policy as it is."""
-    for number in range(1, batches + 1):
-        seeds = session_seeds(config, step + number)
-        environments = [make_environment(config.environment.name, config.environment.options) for _ in seeds]
-        generator = generator_of(config, step + number, "probe", model.device)
-        sampling = sampling_of(config, gold=True)
-        played = rollout(model, chat, environments, seeds, generator=generator, sampling=sampling)
-        yield played, torch.arange(len(seeds)) // config.rollout.group_size
-
-
-def _recorded(path: Path, model: PreTrainedModel, batches: int) -> Iterator[Batch]:
-    found = list(islice(read_rollouts(path, model.config.get_text_config().vocab_size), batches))
-    if len(found) < batches:
-        raise ValueError(f"--batches: {path} holds {len(found)} batches, want {batches}")
-    return iter(found)
-
-
-@contextmanager
-def _recorder(output: Path, wanted: bool) -> Iterator[Callable[[int, Rollout, torch.Tensor], None]]:
-    """A function that records a batch; the file is there when all are."""
-    if not wanted:
-        yield lambda number, batch, group: None
-        return
-    temporary = output / "rollouts.jsonl.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        yield lambda number, batch, group: record(file, number, batch, group)
-    temporary.replace(output / "rollouts.jsonl")
+        yield batch, group, logp_BT, sum_sq_BT
 
 
 def _credits(
@@ -256,19 +230,20 @@ def _credits(
     group: torch.Tensor,
     spans: Spans,
     variants: list[Variant],
-    config: Config,
-    step: int,
+    subject: Subject,
     scorers: Scorers,
-    generator: torch.Generator,
+    number: int,
 ) -> Iterator[tuple[str, Credit, Teacher | None]]:
     """Name, credit and, for distillation, teacher of every row of the probe; signals are gathered once per method."""
+    generator = generator_of(subject.config, number, "controls", torch.device("cpu"))
     gathered: dict[str, Signals] = {}
     for variant in variants:
-        own = config.model_copy(update={"method": variant.section})
+        own = subject.config.model_copy(update={"method": variant.section})
         if variant.section.name not in gathered:
             gathered[variant.section.name] = gather(variant.needs, batch, group, spans, own, scorers)
         signals = controlled(gathered[variant.section.name], spans, variant.control, generator)
-        credit = assign_credit(batch, group, signals, variant.section, step)
+        method, settings = make_method(variant.section)
+        credit = method.assign(spans, signals, settings)
         yield variant.name, credit, teacher_of(credit, batch, group, own, scorers)
     yield REFERENCE, reference_credit(batch, spans), None
 
