@@ -59,6 +59,39 @@ def test_run_stopped_after_any_step_is_bitwise_the_uninterrupted_one(policy_fold
         assert_same_run(quiet_train(config, tmp_path / f"{step}"), whole)
 
 
+@pytest.mark.parametrize(("method", "options"), [("trace", {}), ("factor", {"warmup": 1})])
+def test_reference_and_value_go_on_bitwise_too(policy_folder, tmp_path, monkeypatch, method, options):
+    changes = {
+        "method": {"name": method, "options": options, "session_reward": "mean"},
+        "run": {"seed": 1, "threads": 1, "checkpoint_every": 1},
+        "evaluation": {"sessions": 2, "every": 0},
+        "value": {"replay": 2},
+    }
+    config = toy_config(policy_folder, **changes)
+    whole = quiet_train(config, tmp_path / "whole")
+    assert sum(line.get("trained_rows", 0) > 0 for line in whole.metrics()) >= 3
+    for step in (0, 2):
+        with monkeypatch.context() as patch, pytest.raises(Stop):
+            stop_after_save(patch, step)
+            quiet_train(config, tmp_path / f"{step}")
+        assert_same_run(quiet_train(config, tmp_path / f"{step}"), whole)
+
+
+@pytest.mark.parametrize("damage", ["garbage", "gone"])
+@pytest.mark.parametrize(("method", "name"), [("trace", "reference"), ("factor", "checkpoint")])
+def test_damaged_reference_or_value_is_told(policy_folder, tmp_path, method, name, damage):
+    config = toy_config(
+        policy_folder, method={"name": method}, training={"steps": 1}, evaluation={"sessions": 2, "every": 0}
+    )
+    folder = quiet_train(config, tmp_path / "run")
+    path = folder.path / name / ("model.safetensors" if method == "trace" else "value.safetensors")
+    path.unlink() if damage == "gone" else path.write_bytes(b"no tensors")
+    with pytest.raises(
+        ValueError, match=f"{folder.path / name} is damaged .*; bring it back .* to begin the run again"
+    ):
+        quiet_train(config, folder.path)
+
+
 @pytest.mark.parametrize("shift", range(8))
 def test_what_a_checkpoint_gives_back_is_aligned(policy_folder, finished, tmp_path, shift):
     """CPU kernels differ in the last bits between data at multiples of 64 bytes and other data."""

@@ -82,7 +82,7 @@ def action_reward(rollout: Rollout, kind: str) -> torch.Tensor:
     rewards = []
     for session, reward in zip(rollout.sessions, reward_B, strict=True):
         turns = [action.turn for action in session.actions]
-        last = [turn != after for turn, after in zip(turns, [*turns[1:], None], strict=True)]
+        last = [turn != after for turn, after in zip(turns, [*turns[1:], None], strict=False)]
         if kind == "mean":
             earned = [value / session.num_turns for value in session.turn_reward]
             rewards += [earned[turn] if ends else 0.0 for turn, ends in zip(turns, last, strict=True)]

@@ -28,6 +28,7 @@ from crest_train.sessions import Rollout
 from crest_train.signals import Scorers, check_environment, gather, teacher_of
 from crest_train.trajectories import trajectories_page
 from crest_train.update import update
+from crest_train.value import StateValue
 from crest_train.warm_start import built_in_policy
 
 
@@ -67,8 +68,6 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
     chat = make_chat(tokenizer)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.training.rate, betas=config.training.betas)
     asked = needs_of(config.method)  # before any schedule: what is learned is learned from the first step on
-    if "value_S" in asked:
-        from crest_train.value import StateValue
     value = StateValue(model, chat, config) if "value_S" in asked else None
     if done is None:
         done = 0

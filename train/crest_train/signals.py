@@ -9,7 +9,7 @@ B = sessions, T = token positions, N = B*T, S = actions of all sessions, K = tur
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -25,9 +25,7 @@ from crest_train.environments.protocol_checks import checked_opening, checked_st
 from crest_train.gold import gold_logp
 from crest_train.sessions import Action, Rollout
 from crest_train.teacher import Teacher, teacher_gap, teacher_states
-
-if TYPE_CHECKING:
-    from crest_train.value import StateValue
+from crest_train.value import StateValue
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Scorers:
     model: PreTrainedModel
     chat: Chat | None
     reference: PreTrainedModel | None = None
-    value: "StateValue | None" = None
+    value: StateValue | None = None
 
 
 @dataclass(frozen=True)
