@@ -70,8 +70,8 @@ BY_TURN = {
     "feedback": [["ok |", None, None, None], ["ok |", None, "no |", None], ["none |", None], [None]],
     "next_observation": [["5 | ok |", None, None, None], ["ok |", None, "no |", None], ["none |", None], [None]],
     "future_trajectory": [
-        ["cat x | 5 | set x 4 | ok | done | stop |", None, None, "stop |"],
-        ["set x 6 | ok | done | wait | no | go |", None, "wait | no | go |", None],
+        ["cat x | 5 | set x 4 | ok | done |", None, None, "stop |"],
+        ["set x 6 | ok | done |", None, "wait | no | go |", None],
         ["set y 6 | none |", None],
         ["done |"],
     ],
@@ -99,8 +99,8 @@ BY_STEP = {
     "feedback": [[None, "ok |", None, None], ["ok |", None, "no |", None], ["none |", None], [None]],
     "next_observation": [["5 |", "ok |", None, None], ["ok |", None, "no |", None], ["none |", None], [None]],
     "future_trajectory": [
-        ["cat x | 5 | set x 4 | ok | done | stop |", "set x 4 | ok | done | stop |", "done | stop |", "stop |"],
-        ["set x 6 | ok | done | wait | no | go |", "done | wait | no | go |", "wait | no | go |", "go |"],
+        ["cat x | 5 | set x 4 | ok | done |", "set x 4 | ok | done |", "done |", "stop |"],
+        ["set x 6 | ok | done |", "done |", "wait | no | go |", "go |"],
         ["set y 6 | none |", None],
         ["done |"],
     ],

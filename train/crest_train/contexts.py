@@ -69,8 +69,12 @@ def next_observation(part: Part) -> Iterable[str | None]:
 
 
 def future_trajectory(part: Part) -> Iterable[str | None]:
-    """All actions and replies from the part's first action to the end of the session."""
-    return [text for action in part.session.actions[part.first :] for text in (action.text, action.observation)]
+    """All actions and replies from the part's first action to the end of its turn.
+
+    Up to the end of the session they told nothing of the turn (`desk`: the gap then pointed away from the outcome).
+    """
+    ahead = part.session.actions[part.first :]
+    return [text for action in ahead if action.turn == part.turn for text in (action.text, action.observation)]
 
 
 def successful_sibling(part: Part) -> Iterable[str | None]:
