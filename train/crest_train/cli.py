@@ -114,8 +114,14 @@ def probe(
     ] = None,
     rollouts: Annotated[Path | None, typer.Option(help="Recorded rollouts, in place of playing new ones.")] = None,
     project: Annotated[
-        int, typer.Option(help="Dimensions of the random projection that gradients are kept in; 0: all of them.")
+        int,
+        typer.Option(
+            help="Dimensions of the random projection that gradients are kept in; 0: all, as far as they fit."
+        ),
     ] = 0,
+    controls: Annotated[
+        bool, typer.Option(help="Measure shuffled, noisy and absent teacher gaps beside the methods that read them.")
+    ] = True,
     output: Annotated[
         Path | None, typer.Option(help="Folder for the CSV and the plot. Default: runs/probe-...")
     ] = None,
@@ -126,17 +132,21 @@ def probe(
     own = policy / "config.toml"
     source = config or (own if own.is_file() else None)
     resolved = load_config(source, {"run": {} if seed is None else {"seed": seed}})
+    from transformers.utils import logging
+
     from crest_ops import METHODS
     from crest_train.probe import probe as probe_gradients
 
+    logging.disable_progress_bar()
     probe_gradients(
         policy,
         list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")],
         batches=batches,
         seed=resolved.run.seed,
-        config=resolved,
+        config=resolved if source else None,
         rollouts=rollouts,
         project=project,
+        controls=controls,
         output=output or Path("runs", f"probe-{policy.resolve().name}"),
         console=Console(),
     )
