@@ -9,7 +9,7 @@ from crest_train.continuations import choose_places, continued_reward
 from crest_train.credit import action_reward, session_reward, spans_of
 from crest_train.model import hidden_states
 from crest_train.rollouts import Sampling, rollout
-from crest_train.value import StateValue, ValueHead, boundary_states, earned_before, even_value
+from crest_train.value import StateValue, ValueHead, boundary_states, earned_before, even_value, with_place
 from toy import Toy, toy_model, toy_tokenizer
 
 from crest_ops import Spans
@@ -155,6 +155,15 @@ def test_boundary_states_are_those_before_each_action():
     assert not states_SH.requires_grad
 
 
+def test_head_is_told_the_place_in_the_session():
+    batch = play(toy_model(), [5, 6], turns=4)
+    states_SH = boundary_states(toy_model(), batch, spans_by_seed(batch), rows_per_micro_batch=2)
+    found = with_place(states_SH, batch)
+    turns = [action.turn for session in batch.sessions for action in session.actions]
+    assert found[:, -1].tolist() == [turn - 2.0 for turn in turns]
+    assert found[:, :-1].mean(1).abs().max() < 1e-5 and (found[:, :-1].var(1, correction=0) - 1).abs().max() < 1e-2
+
+
 def test_earned_before():
     spans = spans_of_sizes([3, 2], [0, 1])
     found = earned_before(torch.tensor([1.0, 2, 4, 8, 16]), spans)
@@ -216,7 +225,7 @@ def test_targets_are_own_returns_or_those_of_continuations(monkeypatch):
     seen = []
     monkeypatch.setattr(value.ValueHead, "learn", lambda self, states, target: seen.append((states, target)) or 0.0)
     StateValue(model, CHAT, config_of()).learn(batch, spans)
-    states_SH = boundary_states(model, batch, spans, rows_per_micro_batch=8)
+    states_SH = with_place(boundary_states(model, batch, spans, rows_per_micro_batch=8), batch)
     reward_S = action_reward(batch, "mean")
     assert torch.equal(seen[0][0], states_SH) and torch.equal(seen[0][1], discounted_return(reward_S, spans, 1.0))
     monkeypatch.setattr(value, "choose_places", lambda *a: [(0, 1), (1, 2)])

@@ -45,7 +45,7 @@ class StateValue:
         self.head = None
         if section.source == "head":
             width = model.get_output_embeddings().weight.shape[1]
-            self.head = ValueHead(width, section, config.run.seed, model.device)
+            self.head = ValueHead(width + 1, section, config.run.seed, model.device)
         self._last: tuple[Rollout, Tensor] | None = None
 
     def estimate(self, batch: Rollout, spans: Spans) -> Tensor:
@@ -97,17 +97,18 @@ class StateValue:
         """The hidden states of the rollout, made once for estimate and learn."""
         if self._last is None or self._last[0] is not batch:
             size = self.config.training.rows_per_micro_batch
-            self._last = batch, boundary_states(self.model, batch, spans, rows_per_micro_batch=size)
+            states_SH = boundary_states(self.model, batch, spans, rows_per_micro_batch=size)
+            self._last = batch, with_place(states_SH, batch)
         return self._last[1]
 
 
 class ValueHead:
-    """A network with one hidden layer (GELU) on the policy's hidden states, and its running average, which estimates.
+    """A network with one hidden layer (GELU) on what is known of a state, and its running average, which estimates.
 
     theta' <- theta' + (1 - p) / (1 - p^n) * (theta - theta')  after the n-th step: the mean of theta_1 .. theta_n with
     weights p^(n-i). FACTOR, arXiv 2608.07118: squared error, Polyak p = .995, a replay of 10 steps, width 1024 (of its
-    authors' code). This project's choices: the mean's normalisation, so that early steps count in full; the input,
-    brought to mean 0 and variance 1; Adam; full batches; 0 before the first step.
+    authors' code). This project's choices: the mean's normalisation, so that early steps count in full; Adam; full
+    batches; 0 before the first step.
     """
 
     steps_per_rollout = 30
@@ -126,14 +127,14 @@ class ValueHead:
 
     @torch.no_grad()
     def estimate(self, states_SH: Tensor) -> Tensor:
-        """Value [S] float32 of hidden states [S,H] by the averaged network."""
-        return self.average(_normal(states_SH)).squeeze(-1)
+        """Value [S] float32 of states [S,H] by the averaged network."""
+        return self.average(states_SH).squeeze(-1)
 
     def learn(self, states_SH: Tensor, target_S: Tensor) -> float:
         """Take steps on these and the replay; returns the mean squared error on the targets [S] before."""
         target_S = target_S.to(states_SH.device, torch.float32)
         before = F.mse_loss(self.estimate(states_SH), target_S)
-        self.replay = [*self.replay, (_normal(states_SH.detach()), target_S)][-self.section.replay :]
+        self.replay = [*self.replay, (states_SH.detach(), target_S)][-self.section.replay :]
         states_NH, target_N = (torch.cat(part) for part in zip(*self.replay, strict=True))
         for _ in range(self.steps_per_rollout):
             self.optimizer.zero_grad()
@@ -180,10 +181,6 @@ class ValueHead:
         self.num_steps = int(tensors["num_steps"])
 
 
-def _normal(states_SH: Tensor) -> Tensor:
-    return F.layer_norm(states_SH, states_SH.shape[-1:])
-
-
 @torch.no_grad()
 def boundary_states(model: PreTrainedModel, batch: Rollout, spans: Spans, *, rows_per_micro_batch: int) -> Tensor:
     """Hidden states [S,H] float32 of the policy where it begins each action; 0 for an action without a token."""
@@ -200,6 +197,17 @@ def boundary_states(model: PreTrainedModel, batch: Rollout, spans: Spans, *, row
                 hidden_RH = policy_hidden(model, ids_BT.to(model.device), first.to(model.device), cache())
                 states_SH[action_BT[part, :length][first].to(model.device)] = hidden_RH.float()
     return states_SH
+
+
+def with_place(states_SH: Tensor, batch: Rollout) -> Tensor:
+    """What the head is given of each state [S,H+1]: the hidden state at mean 0 and variance 1, and the place in time.
+
+    The place is the share of the session's turns that are over, scaled to [-2, 2] (this project's addition: a hidden
+    state says little of how much is still to come).
+    """
+    over = [action.turn / session.num_turns for session in batch.sessions for action in session.actions]
+    place_S1 = 4 * torch.tensor(over, device=states_SH.device)[:, None] - 2
+    return torch.cat([F.layer_norm(states_SH, states_SH.shape[-1:]), place_S1], 1)
 
 
 def earned_before(reward_S: Tensor, spans: Spans) -> Tensor:
