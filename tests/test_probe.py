@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from crest_train.cli import app
 from crest_train.credit import spans_of
 from crest_train.probe import backward, probe, variants_of
 from crest_train.probe_credit import (
@@ -26,6 +27,7 @@ from crest_train.sessions import Action, Session, as_tensors
 from rich.console import Console
 from toy import WORDS, toy_model, toy_tokenizer
 from toy_runs import quiet_train, toy_config
+from typer.testing import CliRunner
 
 from crest_ops import CISPO, METHODS, Credit, Signals
 
@@ -316,3 +318,14 @@ def test_bad_input_is_refused_before_any_work(run_folder, probed, policy_folder,
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "config.toml").write_text((run_folder.path / "config.toml").read_text())
     refused("has no checkpoint yet", policy=tmp_path / "new")
+
+
+def test_command(run_folder, tmp_path):
+    """A run's folder with its own configuration; a model's folder alone has no way to play."""
+    given = ["--methods", "turn_grpo, crest", "--batches", "3", "--no-controls", "--project", "64", "--output"]
+    done = CliRunner().invoke(app, ["probe", str(run_folder.path), *given, str(tmp_path / "probe")])
+    assert done.exit_code == 0 and "sketches of 64" in done.output
+    with open(tmp_path / "probe" / "probe.csv", newline="") as file:
+        assert [row["method"] for row in csv.DictReader(file)] == ["grpo", "turn_grpo", "crest", REFERENCE]
+    done = CliRunner().invoke(app, ["probe", str(run_folder.checkpoint), *given, str(tmp_path / "other")])
+    assert "is no run folder; want recorded rollouts" in str(done.exception)

@@ -115,9 +115,7 @@ def probe(
     rollouts: Annotated[Path | None, typer.Option(help="Recorded rollouts, in place of playing new ones.")] = None,
     project: Annotated[
         int,
-        typer.Option(
-            help="Dimensions of the random projection that gradients are kept in; 0: all, as far as they fit."
-        ),
+        typer.Option(help="Dimensions of the random projection that gradients are kept in; 0: all, where they fit."),
     ] = 0,
     controls: Annotated[
         bool, typer.Option(help="Measure shuffled, noisy and absent teacher gaps beside the methods that read them.")
