@@ -69,12 +69,13 @@ class TestFigures:
         other = {0: curve("b", 0, *[0.4] * 4), 1: curve("b", 1, *[0.3] * 4), 5: curve("b", 5, *[0.1] * 4)}
         assert paired(one, other) == (pytest.approx(0.2), pytest.approx(0.1 * 2**0.5), 2)
         assert paired(one, {7: other[0]}) is None
+        assert paired(one, {1: other[1]}) == (pytest.approx(0.3), None, 1)
 
     def test_noise_by_hand(self):
         """t at .975 for 2 degrees of freedom is 4.303: 4.303 * .1 / sqrt 3 = .2484."""
         assert beyond_noise(0.249, 0.1, 3) is True and beyond_noise(0.248, 0.1, 3) is False
         assert beyond_noise(-0.249, 0.1, 3) is True and beyond_noise(0.0, 0.0, 3) is False
-        assert beyond_noise(5.0, 0.0, 1) is None
+        assert beyond_noise(5.0, None, 1) is None
         assert beyond_noise(0.2229, 1.0, 100) is True and beyond_noise(0.2227, 1.0, 100) is False
 
     def test_a_run_that_is_there_twice(self):

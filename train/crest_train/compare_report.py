@@ -138,22 +138,22 @@ def steps_to(curve: Curve, level: float = LEVEL) -> float:
     return inf
 
 
-def paired(one: dict[int, Curve], other: dict[int, Curve]) -> tuple[float, float, int] | None:
+def paired(one: dict[int, Curve], other: dict[int, Curve]) -> tuple[float, float | None, int] | None:
     """Mean, sd and number of the differences in area, seed by seed; None without a seed that both have."""
     found = [area_under_curve(one[seed]) - area_under_curve(other[seed]) for seed in one if seed in other]
     return (mean(found), _spread(found), len(found)) if found else None
 
 
-def beyond_noise(difference: float, spread: float, number: int) -> bool | None:
-    """Whether the 95 % t interval of a mean of paired differences, +- t sd / sqrt(n), leaves 0 out; None for n = 1."""
-    if number < 2:
+def beyond_noise(difference: float, spread: float | None, number: int) -> bool | None:
+    """Whether the 95 % t interval of a mean of paired differences, +- t sd / sqrt(n), leaves 0 out; None without an sd, for n = 1."""
+    if spread is None:
         return None
     t = _T_QUANTILE[min(number - 1, len(_T_QUANTILE)) - 1]
     return abs(difference) > t * spread / sqrt(number)
 
 
-def _spread(values: list[float]) -> float:
-    return stdev(values) if len(values) > 1 else 0.0
+def _spread(values: list[float]) -> float | None:
+    return stdev(values) if len(values) > 1 else None
 
 
 def summarise(rows: list[Row]) -> list[Row]:
@@ -197,7 +197,7 @@ def _summary_of(seeds: dict[int, Curve]) -> Row:
     found: Row = {"seeds": len(seeds)}
     for name, values in each.items():
         there = [value for value in values if value is not None]
-        found |= {f"{name}_mean": mean(there) if there else None, f"{name}_sd": _spread(there) if there else None}
+        found |= {f"{name}_mean": mean(there) if there else None, f"{name}_sd": _spread(there)}
     reached = median(steps_to(curve) for curve in seeds.values())
     return found | {f"steps_to_{LEVEL}": reached if reached < inf else None}
 
@@ -267,8 +267,10 @@ def _number(value: float | None, form: str, absent: str = "-") -> str:
 
 
 def _with_spread(row: Row, name: str, sign: str = "") -> str:
-    value = row[f"{name}_mean"]
-    return "-" if value is None else _bare(f"{value:{sign}.3f}") + "±" + _bare(f"{row[f'{name}_sd']:.3f}")
+    value, spread = row[f"{name}_mean"], row[f"{name}_sd"]
+    if value is None:
+        return "-"
+    return _bare(f"{value:{sign}.3f}") + (f"±{_bare(f'{spread:.3f}')}" if spread is not None else "")
 
 
 def _bare(number: str) -> str:
@@ -324,7 +326,7 @@ def _draw(axes: Axes, seeds: dict[int, Curve], band: bool = False, **style: Any)
     """The mean over seeds at the steps that all of them have, with a band of one sd."""
     steps = sorted(set.intersection(*({row["step"] for row in curve} for curve in seeds.values())))
     values = [[_at(curve, step, "turn_success") for curve in seeds.values()] for step in steps]
-    middle, spread = [mean(found) for found in values], [_spread(found) for found in values]
+    middle, spread = [mean(found) for found in values], [_spread(found) or 0.0 for found in values]
     axes.plot(steps, middle, **style)
     if band:
         low, high = ([m + sign * s for m, s in zip(middle, spread, strict=True)] for sign in (-1, 1))
