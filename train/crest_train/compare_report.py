@@ -145,7 +145,7 @@ def paired(one: dict[int, Curve], other: dict[int, Curve]) -> tuple[float, float
 
 
 def beyond_noise(difference: float, spread: float | None, number: int) -> bool | None:
-    """Whether the 95 % t interval of a mean of paired differences, +- t sd / sqrt(n), leaves 0 out; None without an sd, for n = 1."""
+    """Whether the 95 % t interval of a mean of paired differences, +- t sd / sqrt(n), leaves 0 out; None without sd."""
     if spread is None:
         return None
     t = _T_QUANTILE[min(number - 1, len(_T_QUANTILE)) - 1]
