@@ -43,7 +43,7 @@ class RLSDConfig:
         check_numbers(self, lam=(0, 1), eps_w=(0, 1), steps=(sys.float_info.min, math.inf))
 
     def at(self, step: int) -> "RLSDConfig":
-        """The settings of training step `step` (from 0): lam_k = lam * max(0, 1 - k / steps).
+        """The settings of training step k = `step`: lam_k = lam * max(0, 1 - k / steps).
 
         Raises ValueError: step < 0.
         """

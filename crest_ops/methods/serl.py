@@ -57,7 +57,7 @@ class SERLConfig:
         check_numbers(self, alpha=(0, 1), eps_w=(0, 1), steps=(sys.float_info.min, math.inf))
 
     def at(self, step: int) -> "SERLConfig":
-        """The settings of training step `step` (from 0): alpha_k = alpha * max(0, 1 - k / steps).
+        """The settings of training step k = `step`: alpha_k = alpha * max(0, 1 - k / steps).
 
         Raises ValueError: step < 0.
         """

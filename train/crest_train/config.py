@@ -134,7 +134,7 @@ class TrainingSection(Section):
 
 
 class ValueSection(Section):
-    """The value of a state, for the methods that need one (FACTOR, arXiv 2607.16599).
+    """The value of a state, for the methods that need one (FACTOR, arXiv 2608.07118).
 
     source: "head" (a small network on the policy's hidden states) or "continuations" (sessions played on from restored
     states). hidden, rate, polyak, replay: width, learning rate, share of its averaged copy that stays, and steps that
