@@ -59,7 +59,7 @@ def leave_one_out_advantage(reward: Tensor, spans: Spans) -> Tensor:
     _check_length("reward", reward, spans.num_trajectories, "[B]")
     group_B = spans.group_of_trajectory
     centered_B = segment_center(reward, group_B, spans.num_trajectories)
-    size_B = spans.group_size[group_B]
+    size_B = spans.group_size[group_B].double()
     return centered_B * (size_B / (size_B - 1).clamp(min=1)).to(centered_B.dtype)
 
 

@@ -53,6 +53,15 @@ def test_leave_one_out_literal():
     close(leave_one_out_advantage(REWARD, spans), [1 - 4, 0, 4 - 2.5, 0, 4 - 2.5, 0])
 
 
+def test_leave_one_out_of_float64_has_its_digits():
+    """4/3 of the distance to the mean, which float32 does not hold."""
+    four = spans_of([0, 0, 0, 0], [[0]] * 4)
+    found = leave_one_out_advantage(torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64), four)
+    torch.testing.assert_close(
+        found, torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3], dtype=torch.float64), rtol=0, atol=1e-15
+    )
+
+
 def test_a_group_of_one_is_zero_or_by_choice_its_reward():
     spans = spans_of(GROUPS, [[0]] * 6)
     assert group_advantage(REWARD, spans)[1] == 0
