@@ -51,10 +51,10 @@ class Signals:
     action_mask_S: Tensor | None = None
 
     def require(self, spans: Spans, *names: str) -> tuple[Tensor, ...]:
-        """The named signals, detached, after checking them against the spans.
+        """The named signals, detached, after checking them against the spans; real ones float32 (float64 as float64).
 
         Raises ValueError naming the signal, the index, what was found and what was wanted: missing, of the wrong length
-        or kind (ids and flags are int or bool), not finite (per-token signals: at a policy token), a feedback, role or
+        or kind (ids are int, flags bool), not finite (per-token signals: at a policy token), a feedback, role or
         clue score out of range, gold_logp above 0, a cause that is no earlier action of the same trajectory. Values on
         CUDA are looked at under CREST_DEBUG=1 only.
         """
@@ -71,7 +71,7 @@ class Signals:
         length = letters["S"] + letters["B"] if name == "gold_logp" else letters[name[-1]]
         if [*signal.shape] != [length]:
             raise ValueError(f"signal {name} has shape {[*signal.shape]}, want [{length}] to match the spans")
-        if name in _WHOLE and (signal.is_floating_point() or (name in _FLAGS and signal.dtype != torch.bool)):
+        if name in _WHOLE and (signal.is_floating_point() or (signal.dtype == torch.bool) != (name in _FLAGS)):
             raise ValueError(f"signal {name} has dtype {signal.dtype}, want {'bool' if name in _FLAGS else 'int'}")
         if checks_values(signal):
             _refuse(name, signal, ~torch.isfinite(signal) & (spans.mask if name.endswith("_N") else True), "finite")
@@ -80,7 +80,8 @@ class Signals:
                 _refuse(name, signal, (signal < low) | (signal > high), f"a value in [{low:g}, {high:g}]")
             if name == "cause_S":
                 _check_cause(signal, spans)
-        return signal.detach()
+        signal = signal.detach()
+        return signal if name in _WHOLE or signal.dtype == torch.float64 else signal.float()
 
 
 _FLAGS = ("error_S", "action_mask_S")

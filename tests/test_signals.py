@@ -7,6 +7,7 @@ import pytest
 import torch
 from every_signal import random_signals
 
+from crest_ops.methods import METHODS
 from crest_ops.signals import Signals
 from crest_ops.spans import Spans
 
@@ -69,6 +70,7 @@ def test_values_out_of_range_are_named(name, at, value, message):
 def test_ids_are_whole_and_flags_are_bool():
     for name in ("role_S", "feedback_S", "cause_S", "state_key_S"):
         refused(name, getattr(GIVEN, name).double(), f"signal {name} has dtype torch.float64, want int")
+        refused(name, getattr(GIVEN, name) > 0, f"signal {name} has dtype torch.bool, want int")
     for name in ("error_S", "action_mask_S"):
         refused(name, getattr(GIVEN, name).long(), f"signal {name} has dtype torch.int64, want bool")
 
@@ -77,3 +79,15 @@ def test_any_int64_is_a_state_key():
     keys = torch.tensor([-(2**63), 2**63 - 1, 0, 1, -1])
     (found,) = Signals(state_key_S=keys).require(SPANS, "state_key_S")
     assert torch.equal(found, keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int64, torch.bfloat16])
+def test_rewards_of_any_kind_are_numbers(dtype):
+    """Kinds whose own sum may saturate or wrap: MT-GRPO adds outcome and turn reward in trajectories of a turn."""
+    spans = Spans.from_mask(torch.ones(3, 1, dtype=torch.bool), group=torch.zeros(3, dtype=torch.int64))
+    reward = torch.tensor([[0, 1, 127], [0, 0, 127]]).to(dtype)
+    plain, typed = (
+        METHODS["mt_grpo"].assign(spans, Signals(reward_B=reward[0].to(kind), turn_reward_K=reward[1].to(kind)))
+        for kind in (torch.float32, dtype)
+    )
+    assert torch.equal(typed.credit_N, plain.credit_N) and typed.credit_N.dtype == torch.float32
