@@ -108,3 +108,15 @@ def test_arguments_of_another_type_are_named(name):
             method.assign(*arguments)
     with pytest.raises(ValueError, match="surrogate is 'ppo'"):
         method.Config(surrogate="ppo")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_settings_of_another_type_are_named(name):
+    """No truth values for numbers, nothing but truth values for flags, no NaN anywhere."""
+    config = METHODS[name].Config
+    for field in fields(config):
+        wrong = {bool: (None, 1, "no", torch.tensor(True))}.get(field.type, ("1", None, True, float("nan"), [0.5]))
+        wrong = () if field.name == "failure_table" else wrong
+        for value in wrong:
+            with pytest.raises(ValueError, match=f"{field.name} is "):
+                config(**{field.name: value})

@@ -16,7 +16,7 @@ from ..returns import discounted_return
 from ..signals import AdditiveCredit, Signals
 from ..spans import Spans
 from .gigpo import GiGPOConfig, credit_of_returns
-from .settings import check_arguments, check_numbers
+from .settings import check_arguments, check_counts, check_numbers
 
 needs = ("reward_B", "action_reward_S", "feedback_S", "state_key_S")
 
@@ -42,8 +42,7 @@ class EFCAConfig(GiGPOConfig):
         super().__post_init__()
         check_numbers(self, eta=(0, 1), low=(0, 1), high=(1, 2))
         check_numbers(self, beta_feedback=(0, sys.float_info.max), beta_history=(0, sys.float_info.max))
-        if not isinstance(self.window, int) or self.window < 1:
-            raise ValueError(f"window is {self.window!r}, want an int >= 1")
+        check_counts(self, "window")
 
 
 Config = EFCAConfig

@@ -53,7 +53,7 @@ class SERLConfig:
     reduction: str = "token_mean"
 
     def __post_init__(self) -> None:
-        check_settings(self, kl=(False, True))
+        check_settings(self)
         check_numbers(self, alpha=(0, 1), eps_w=(0, 1), steps=(sys.float_info.min, math.inf))
 
     def at(self, step: int) -> "SERLConfig":

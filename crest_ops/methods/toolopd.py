@@ -50,9 +50,8 @@ class ToolOPDConfig:
     reduction: str = "action_mean"
 
     def __post_init__(self) -> None:
-        flags = (False, True)
         kinds = ("sampled_reverse_kl", "reverse_kl")
-        check_settings(self, level=("action", "token"), bounded=flags, normalise=flags, kind=kinds, gate=flags)
+        check_settings(self, level=("action", "token"), kind=kinds)
         largest = sys.float_info.max
         check_numbers(self, beta=(0, largest), kappa=(0, largest), clip=(sys.float_info.min, largest))
         if self.gate and self.kind != "sampled_reverse_kl":

@@ -5,7 +5,6 @@ the same short name). Formulas from summaries that agree and from the paper's ap
 Shape letters: N token positions, S actions, B trajectories.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -19,7 +18,7 @@ from ..segments import segment_expand
 from ..signals import AdditiveCredit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
-from .settings import check_arguments, check_numbers, check_settings
+from .settings import check_arguments, check_counts, check_numbers, check_settings
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,8 @@ class TraceConfig:
     def __post_init__(self) -> None:
         check_settings(self, answer=("last", "none", "action_mask"))
         finite = (0, sys.float_info.max)
-        check_numbers(self, alpha_out=finite, alpha_turn=finite, gamma=(0, 1), steps=(1, math.inf))
-        if not isinstance(self.steps, int):
-            raise ValueError(f"steps is {self.steps!r}, want an int >= 1")
+        check_numbers(self, alpha_out=finite, alpha_turn=finite, gamma=(0, 1))
+        check_counts(self, "steps")
         check_numbers(self, eps=(sys.float_info.min, sys.float_info.max))
 
     @property

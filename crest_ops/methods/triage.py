@@ -60,7 +60,7 @@ class TriageConfig:
     reduction: str = "sequence_mean"
 
     def __post_init__(self) -> None:
-        check_settings(self, direction_safe=(False, True), whitening=(False, True))
+        check_settings(self)
         check_numbers(self, lam=(0, 1))
         _check_table("table", self.table)
         if self.failure_table is not None:
