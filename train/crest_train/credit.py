@@ -39,7 +39,10 @@ def needs_of(section: MethodSection, step: int | None = None) -> tuple[str, ...]
 
 
 def _with(config: Any, options: dict[str, Any]) -> Any:
-    """The dataclass with these fields; a table for a field that is itself one (the surrogate) changes that one's."""
+    """The dataclass with these fields; a table for a field that is itself one (the surrogate) changes that one's.
+
+    Lists, as files have them, are tuples.
+    """
     changes = {}
     for name, value in options.items():
         default = getattr(config, name, None)
@@ -47,7 +50,7 @@ def _with(config: Any, options: dict[str, Any]) -> Any:
             value = _with(default, value)
         elif isinstance(default, bool) != isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}, want one like {default!r}")
-        changes[name] = value
+        changes[name] = tuple(value) if isinstance(value, list) else value
     return replace(config, **changes)
 
 
