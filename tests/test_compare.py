@@ -11,7 +11,7 @@ from crest_train.cli import METHOD_NAMES
 from crest_train.compare import compare, last_words, play, rows_of
 from crest_train.compare_plan import Run, difference, entries, plan, with_changes
 from crest_train.compare_report import COLUMNS, read_rows
-from crest_train.config import load_config
+from crest_train.config import MethodSection, load_config
 from crest_train.run_folder import RunFolder
 from rich.console import Console
 from test_cli import complaint
@@ -44,7 +44,7 @@ class TestPlan:
     def test_all_is_every_method_and_every_table(self, tmp_path):
         path = tmp_path / "options.toml"
         path.write_text('[crest.options]\nlam = 1.0\n[grpo_all]\nname = "grpo"\nsession_reward = "all"\n')
-        found = entries("all", "mean", path)
+        found = entries("all", MethodSection(session_reward="mean"), path)
         assert list(found) == [*METHODS, "grpo_all"]
         assert found["crest"].options == {"lam": 1.0} and found["crest"].session_reward == "mean"
         assert (found["grpo_all"].name, found["grpo_all"].session_reward) == ("grpo", "all")
@@ -67,6 +67,8 @@ def test_mistakes_are_told_before_any_work(monkeypatch, capsys, tmp_path):
     bad.write_text("[crest]\noptionz = 1\n")
     crest_options = tmp_path / "crest.toml"
     crest_options.write_text("[crest.options]\nlamb = 1\n")
+    renamed = tmp_path / "renamed.toml"
+    renamed.write_text('[grpo]\nname = "crest"\n')
     flat = tmp_path / "flat.toml"
     flat.write_text("lam = 1\n")
     lam = tmp_path / "lam.toml"
@@ -92,6 +94,7 @@ def test_mistakes_are_told_before_any_work(monkeypatch, capsys, tmp_path):
         (["--config", lam], "method.options: found lam; no option holds for every method"),
         (["--options", tmp_path / "none.toml"], "none.toml: could not be read"),
         (["--options", bad], "bad.toml: [crest]: unknown key 'method.optionz'"),
+        (["--options", renamed], "renamed.toml: [grpo]: name is 'crest'; give the table a label of its own"),
         (["--options", flat], "flat.toml: found 'lam', wanted tables"),
         (["--options", crest_options], "crest has no option 'lamb'"),
         (["--output", other], "exists and holds no comparison"),

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from crest_train.cli import app
-from crest_train.credit import spans_of
+from crest_train.credit import session_reward, spans_of
 from crest_train.probe import backward, probe, variants_of
 from crest_train.probe_credit import (
     complete,
@@ -212,6 +212,26 @@ def test_variants_follow_their_method_and_keep_the_runs_options(policy_folder):
     assert [v.name for v in variants_of(["crest"], config, controls=False)] == ["grpo", "turn_grpo", "crest"]
 
 
+def test_options_give_methods_settings_and_rows_of_their_own(policy_folder, tmp_path):
+    path = tmp_path / "options.toml"
+    path.write_text(
+        '[crest]\nsession_reward = "mean"\n[strict]\nname = "crest"\noptions = { lam = 0.5 }\n'
+        '[grpo_mean]\nname = "grpo"\nsession_reward = "mean"\n[triage.options]\ntable = [0.1, 0.2, 0.3, 0.4]\n'
+    )
+    config = toy_config(policy_folder, **CREST)
+    found = {v.name: v for v in variants_of(["crest", "strict@noise", "grpo_mean", "triage"], config, False, path)}
+    assert list(found) == ["grpo", "turn_grpo", "crest", "strict@noise", "grpo_mean", "triage"]
+    assert found["crest"].section.options == {"lam": 1.0} and found["crest"].section.session_reward == "mean"
+    assert found["strict@noise"].section.options == {"lam": 0.5} and found["strict@noise"].control == "noise"
+    assert (found["grpo"].section.session_reward, found["grpo_mean"].section.session_reward) == ("all", "mean")
+    assert {v.name for v in variants_of(["all"], config, False, path)} == {*METHODS, "strict", "grpo_mean"}
+    path.write_text("[crest]\noptions = {}\n")
+    assert variants_of(["crest"], config, False, path)[-1].section.options == {}
+    path.write_text(f'[{REFERENCE}]\nname = "crest"\n')
+    with pytest.raises(ValueError, match="the row of the reference has that name"):
+        variants_of([REFERENCE], config, False, path)
+
+
 def test_what_a_probe_leaves(run_folder, probed):
     output, rows, said = probed
     assert {path.name for path in output.iterdir()} == {
@@ -329,3 +349,27 @@ def test_command(run_folder, tmp_path):
         assert [row["method"] for row in csv.DictReader(file)] == ["grpo", "turn_grpo", "crest", REFERENCE]
     done = CliRunner().invoke(app, ["probe", str(run_folder.checkpoint), *given, str(tmp_path / "other")])
     assert "is no run folder; want recorded rollouts" in str(done.exception)
+
+
+def test_no_signal_is_told_and_no_zero(run_folder, tmp_path, monkeypatch, capsys):
+    """A reward per session that never pays: grpo has no gradient, by the mean of the turns it has one."""
+    monkeypatch.setattr("crest_train.signals.session_reward", never_all)
+    path = tmp_path / "options.toml"
+    path.write_text('[grpo_mean]\nname = "grpo"\nsession_reward = "mean"\n')
+    given = dict(batches=3, controls=False, output=tmp_path / "probe", console=Console(width=100))
+    rows = probe(run_folder.path, ["grpo_mean"], options=path, **given)
+    silent, _, paid, _ = rows
+    assert (silent["method"], silent["zero_gradients"]) == ("grpo", 3) and math.isnan(silent["cosine"])
+    assert math.isnan(paid["cosine_vs_grpo"]) and paid["cosine"] > 0 and paid["zero_gradients"] == 0
+    said = capsys.readouterr().out
+    assert said.count("no signal") == 1 and "method.session_reward=mean" in said
+    again = tmp_path / "again"
+    given = ["--methods", "grpo", "--batches", "3", "--set", 'method.session_reward="mean"', "--output", str(again)]
+    done = CliRunner().invoke(app, ["probe", str(run_folder.path), *given])
+    assert done.exit_code == 0 and "no signal" not in done.output
+    done = CliRunner().invoke(app, ["probe", str(run_folder.path), "--set", "method.session_rewards=1"])
+    assert "--set: unknown key 'method.session_rewards'" in str(done.exception)
+
+
+def never_all(rollout, kind):
+    return session_reward(rollout, kind) * (kind == "mean")

@@ -89,7 +89,9 @@ def compare(
     from crest_train.compare_report import read_rows, report
 
     if from_csv:
-        rows = read_rows(from_csv)
+        rows, there = read_rows(from_csv), output / "compare.csv"
+        if there.exists() and not any(there.samefile(path) for path in from_csv):
+            raise ValueError(f"--output: {output} holds a comparison that --from-csv leaves out; name another folder")
         output.mkdir(parents=True, exist_ok=True)
         report(rows, output, Console())
         return
@@ -120,31 +122,45 @@ def probe(
     controls: Annotated[
         bool, typer.Option(help="Measure shuffled, noisy and absent teacher gaps beside the methods that read them.")
     ] = True,
+    options: Annotated[
+        Path | None,
+        typer.Option(help="TOML file: a table per method that is not to have its defaults; as that of compare."),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="table.key=value on top of the configuration; may be given repeatedly. method.session_reward=mean: "
+            "where hardly a session has every turn right, methods with one reward per session have no gradient else.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for the CSV and the plot. Default: runs/probe-...")
     ] = None,
 ) -> None:
     """Measure the gradient that each method makes of the same rollouts: signal to noise, bias, concentration."""
+    from crest_train.compare_plan import with_changes
     from crest_train.config import load_config
 
     own = policy / "config.toml"
     source = config or (own if own.is_file() else None)
-    resolved = load_config(source, {"run": {} if seed is None else {"seed": seed}})
+    given = [*(changes or []), *([] if seed is None else [f"run.seed={seed}"])]
+    resolved = with_changes(load_config(source), given)
     from transformers.utils import logging
 
-    from crest_ops import METHODS
     from crest_train.probe import probe as probe_gradients
 
     logging.disable_progress_bar()
     probe_gradients(
         policy,
-        list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")],
+        [name.strip() for name in methods.split(",")],
         batches=batches,
         seed=resolved.run.seed,
-        config=resolved if source else None,
+        config=resolved if source or changes else None,
         rollouts=rollouts,
         project=project,
         controls=controls,
+        options=options,
         output=output or Path("runs", f"probe-{policy.resolve().name}"),
         console=Console(),
     )

@@ -54,7 +54,7 @@ def plan(
         )
         for seed in range(config.run.seed, config.run.seed + seeds)
         for rate in swept
-        for label, method in entries(methods, config.method.session_reward, options).items()
+        for label, method in entries(methods, config.method, options).items()
     ]
     for run in runs:
         make_method(run.config.method)
@@ -63,17 +63,19 @@ def plan(
     return runs
 
 
-def entries(methods: str, session_reward: str, options: Path | None = None) -> dict[str, MethodSection]:
-    """What [method] is in the runs of each label of `methods`: the method with its defaults, or a table of `options`.
+def entries(methods: str, shared: MethodSection, options: Path | None = None) -> dict[str, MethodSection]:
+    """What [method] is for each label of `methods`: the method with its defaults, or a table of `options`.
 
     A table of that file is named by its label and has what a run's [method] has: `name` (the label, if left out),
-    `session_reward` (that of the comparison, if left out) and a table `options`, so that
+    `session_reward` (if left out, that of `shared`) and a table `options` (if left out, the defaults; for the method of
+    `shared`, those there), so that
 
         [crest.options]
         lam = 1.0
 
     changes crest, and [my_control] with a `name` of a method adds a row of its own; "all" is all of both. Raises
-    ValueError: a label that neither knows or that is given twice, a file or a table that cannot be read.
+    ValueError: a label that neither knows or that is given twice, a file or a table that cannot be read, the label of
+    one method for another.
     """
     tables = _read_options(options) if options else {}
     known = list(dict.fromkeys([*METHODS, *tables]))
@@ -83,13 +85,16 @@ def entries(methods: str, session_reward: str, options: Path | None = None) -> d
             raise ValueError(f"--methods: unknown method {label!r}; known: {', '.join(known)}, or all")
         if labels.count(label) > 1:
             raise ValueError(f"--methods: {label} is there twice")
-    given = {label: {"name": label, "session_reward": session_reward, **tables.get(label, {})} for label in labels}
     found = {}
-    for label, table in given.items():
+    for label in labels:
+        own = {"options": shared.options} if label == shared.name else {}
+        table = {"name": label, "session_reward": shared.session_reward, **own, **tables.get(label, {})}
         try:
             found[label] = load_config(None, {"method": table}).method
         except ValueError as error:
             raise ValueError(f"{options}: [{label}]: {error}") from error
+        if label in METHODS and found[label].name != label:
+            raise ValueError(f"{options}: [{label}]: name is {found[label].name!r}; give the table a label of its own")
     return found
 
 

@@ -28,6 +28,10 @@ own sessions leaves them as rollouts.jsonl beside its figures: the same probe ca
 A value of states (factor) that is learned comes from the run, where its method learns one; else a head learns it from
 further batches, which are not measured: five more are played, or those in the file behind the measured ones are taken.
 
+A method with one reward per session (grpo, say) has a gradient of 0 in a batch where all rollouts of a group earned the
+same, as with `session_reward = "all"` where hardly any session has every turn right. The table says so; the setting
+method.session_reward = "mean" gives such methods something to learn from.
+
 Gradients are kept, all parameters of every batch and method, or as sketches of `project` numbers (see projection).
 
 B = sessions.
@@ -41,8 +45,9 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from crest_ops import METHODS, Credit, Signals, Spans
+from crest_ops import Credit, Signals, Spans
 from crest_train.chat import make_chat
+from crest_train.compare_plan import entries
 from crest_train.config import Config, MethodSection
 from crest_train.credit import make_method, needs_of, spans_of
 from crest_train.display import progress
@@ -87,7 +92,7 @@ TOLD_OFF = 0.05
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the probe: a method with its settings, and which control of it (None: the method itself)."""
+    """A row of the probe: its name, a method with its settings, and which control of it (None: the method itself)."""
 
     name: str
     section: MethodSection
@@ -105,20 +110,23 @@ def probe(
     rollouts: Path | None = None,
     project: int = 0,
     controls: bool = True,
+    options: Path | None = None,
     output: Path,
     console: Console | None = None,
 ) -> list[dict[str, str | int | float]]:
     """Measure the methods at a policy; write probe.csv, probe_batches.csv, probe.png and rollouts.jsonl to `output`.
 
-    policy: the folder of a run (its checkpoint, its configuration), or a model's. methods: names of METHODS, or
-    `name@control`. batches: how many, 3 or more. seed: of the sessions, the sampling, controls and sketches; the
-    sessions are those that a run of that seed would play after the policy's last step. config: in place of the run's;
-    needed for a model's folder without rollouts. rollouts: a file of recorded ones, in place of playing. project: keep
-    sketches of so many numbers (0: whole gradients, sketches for more than LARGEST_KEPT parameters). controls: add
-    those of every method that they concern. Returns the rows of probe.csv.
+    policy: the folder of a run (its checkpoint, its configuration), or a model's. methods: names of METHODS or labels
+    of `options`, with `@control` behind them or without; or "all" alone. batches: how many, 3 or more. seed: of the
+    sessions, the sampling, controls and sketches; the sessions are those that a run of that seed would play after the
+    policy's last step. config: in place of the run's; needed for a model's folder without rollouts. rollouts: a file of
+    recorded ones, in place of playing. project: keep sketches of so many numbers (0: whole gradients, sketches for more
+    than LARGEST_KEPT parameters). controls: add those of every method that they concern. options: TOML file with a
+    [method] table for each label that is not to have its defaults (see compare_plan.entries). Returns the rows of
+    probe.csv.
 
-    Raises ValueError, before any work: too few batches, unknown methods or controls, a folder that is none or has no
-    checkpoint, a rollouts file that does not fit, an output folder that holds a probe.
+    Raises ValueError, before any work: too few batches, unknown methods or controls, a wrong table of options, a folder
+    that is none or has no checkpoint, a rollouts file that does not fit, an output folder that holds a probe.
     """
     console = console or Console()
     if batches < FEWEST_BATCHES:
@@ -129,7 +137,7 @@ def probe(
         raise ValueError(f"--output: {output} holds a probe already; name another folder")
     subject = subject_of(policy, config, seed, rollouts is not None)
     config, model = subject.config, subject.model
-    variants = variants_of(methods, config, controls)
+    variants = variants_of(methods, config, controls, options)
     needs = {need for variant in variants for need in variant.needs}
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
@@ -175,30 +183,33 @@ def probe(
     return rows
 
 
-def variants_of(methods: list[str], config: Config, controls: bool) -> list[Variant]:
+def variants_of(methods: list[str], config: Config, controls: bool, options: Path | None = None) -> list[Variant]:
     """The methods named and those they are compared with, each followed by its controls.
 
-    The run's own method keeps the run's options, others have their defaults; schedules over training steps (factor's
-    warm-up and decay, say) are not followed. Raises ValueError: none named, one that is
-    not known, a control of a method that needs no gap.
+    The run's own method keeps the run's options where no table of `options` gives it others, others have their
+    defaults; schedules over training steps (factor's warm-up and decay, say) are not followed. Raises ValueError: none
+    named, one that is not known, a control of a method that needs no gap, what is wrong with `options`.
     """
-    if not methods:
-        raise ValueError(f"--methods: none named; known: {', '.join(METHODS)}")
+    named = list(entries("all", config.method, options)) if methods == ["all"] else methods
+    if not named:
+        raise ValueError("--methods: none named; wanted names of methods, or all")
+    named = list(dict.fromkeys([*reversed(COMPARED), *named]))
+    labels = dict.fromkeys(given.partition("@")[0] for given in named)
+    sections = entries(",".join(labels), config.method, options)
     found: dict[str, Variant] = {}
-    for given in dict.fromkeys([*reversed(COMPARED), *methods]):
-        name, _, control = given.partition("@")
-        if name not in METHODS:
-            raise ValueError(f"--methods: unknown method {name!r}; known: {', '.join(METHODS)}")
-        options = config.method.options if name == config.method.name else {}
-        section = config.method.model_copy(update={"name": name, "options": options})
+    for given in named:
+        label, _, control = given.partition("@")
+        if label == REFERENCE:
+            raise ValueError(f"{options}: [{label}]: the row of the reference has that name")
+        section = sections[label]
         needs = needs_of(section)
         has_gap = bool(set(GAPS) & set(needs))
         if "@" in given and (control not in CONTROLS or not has_gap):
-            known = ", ".join(CONTROLS) if has_gap else f"none for {name}, which reads no teacher's gap"
+            known = ", ".join(CONTROLS) if has_gap else f"none for {label}, which reads no teacher's gap"
             raise ValueError(f"--methods: unknown control {given!r}; known: {known}")
         wanted = [control] if "@" in given else [None, *CONTROLS] if controls and has_gap else [None]
         for one in wanted:
-            row = f"{name}@{one}" if one else name
+            row = f"{label}@{one}" if one else label
             found[row] = Variant(row, section, needs, one)
     return list(found.values())
 
@@ -234,14 +245,15 @@ def _credits(
     scorers: Scorers,
     number: int,
 ) -> Iterator[tuple[str, Credit, Teacher | None]]:
-    """Name, credit and, for distillation, teacher of every row of the probe; signals are gathered once per method."""
+    """Name, credit and, for distillation, teacher of every row; signals are gathered once for equal needs."""
     generator = generator_of(subject.config, number, "controls", torch.device("cpu"))
-    gathered: dict[str, Signals] = {}
+    gathered: dict[tuple, Signals] = {}
     for variant in variants:
         own = subject.config.model_copy(update={"method": variant.section})
-        if variant.section.name not in gathered:
-            gathered[variant.section.name] = gather(variant.needs, batch, group, spans, own, scorers)
-        signals = controlled(gathered[variant.section.name], spans, variant.control, generator)
+        asked = variant.needs, variant.section.session_reward
+        if asked not in gathered:
+            gathered[asked] = gather(variant.needs, batch, group, spans, own, scorers)
+        signals = controlled(gathered[asked], spans, variant.control, generator)
         method, settings = make_method(variant.section)
         credit = method.assign(spans, signals, settings)
         yield variant.name, credit, teacher_of(credit, batch, group, own, scorers)

@@ -44,19 +44,21 @@ def summarise(gradients: Mapping[str, Tensor], shares: Mapping[str, Tensor]) -> 
 
     snr, alignment: errors by the jackknife over batches, that of a difference too. cosine (of the one-batch gradient
     with the mean reference gradient of the other batches) and top shares: mean and standard error over the batches;
-    `x_vs_y` is x minus that of y on the same batches.
+    `x_vs_y` is x minus that of y on the same batches. zero_gradients: batches that gave a gradient of exactly 0; where
+    all did, the other figures are NaN.
     """
     reference = gradients[REFERENCE]
     y_y = inner_products(reference, reference)
     cosines, replicates, whole, aligned = {}, {}, {}, {}
     for name, gradient in gradients.items():
         x_x, x_y = inner_products(gradient, gradient), inner_products(gradient, reference)
-        cosines[name] = cosines_to_rest(x_x, x_y, y_y)
+        cosines[name] = cosines_to_rest(x_x, x_y, y_y) if x_x.any() else torch.full((len(x_x),), torch.nan).double()
         replicates[name], whole[name] = leave_one_out(signal_to_noise, x_x), signal_to_noise(x_x)
         aligned[name] = alignment(x_x, x_y, y_y), jackknife_error(leave_one_out(alignment, x_x, x_y, y_y))
     rows, by_batch = [], []
     for name, gradient in gradients.items():
-        row = {"method": name, "batches": len(gradient)}
+        norms = gradient.double().norm(dim=1)
+        row = {"method": name, "batches": len(gradient), "zero_gradients": int((norms == 0).sum())}
         row |= _with_error("snr", whole[name], jackknife_error(replicates[name]))
         row |= _with_error("cosine", *mean_and_error(cosines[name]))
         for other in COMPARED:
@@ -67,7 +69,6 @@ def summarise(gradients: Mapping[str, Tensor], shares: Mapping[str, Tensor]) -> 
         for key, values in zip(_SHARES, shares[name].unbind(1), strict=True):
             row |= _with_error(key, *mean_and_error(values))
         rows.append(row)
-        norms = gradient.double().norm(dim=1)
         for batch, (norm, cosine) in enumerate(zip(norms.tolist(), cosines[name].tolist(), strict=True)):
             own = {"method": name, "batch": batch, "gradient_norm": norm, "cosine": cosine}
             by_batch.append(own | dict(zip(_SHARES, shares[name][batch].tolist(), strict=True)))
@@ -106,6 +107,9 @@ def draw(path: Path, rows: list[Row], title: str) -> None:
     for axes, (key, scale, words) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
         for place, row in enumerate(rows):
             colour = "0.55" if "@" in row["method"] else "black" if row["method"] == REFERENCE else "tab:blue"
+            if row["zero_gradients"] == row["batches"]:
+                at = axes.get_yaxis_transform()  # across the panel as shares of its width
+                axes.text(0.5, place, "no signal", transform=at, ha="center", va="center", fontsize=8, color="0.4")
             axes.errorbar(row[key], place, xerr=row[f"{key}_error"], fmt="o", color=colour, capsize=3)
         axes.set_xscale(scale, **({"linthresh": 0.01} if scale == "symlog" else {}))
         axes.set_xlabel(words, fontsize=9)
@@ -125,6 +129,9 @@ def table(rows: list[Row], title: str) -> Table:
     for words in ("SNR", "cosine", "- turn_grpo", "alignment", "top 5%"):
         found.add_column(words, justify="right")
     for row in rows:
+        if row["zero_gradients"] == row["batches"]:
+            found.add_row(row["method"], "no signal", *"----")
+            continue
         found.add_row(
             row["method"],
             _told(row, "snr", ".2f"),
@@ -132,6 +139,13 @@ def table(rows: list[Row], title: str) -> Table:
             _told(row, "cosine_vs_turn_grpo", "+.4f"),
             _told(row, "alignment", ".2f"),
             f"{row['top_5']:.2f}",
+        )
+    without = [f"{row['method']} {row['zero_gradients']}" for row in rows if row["zero_gradients"]]
+    if without:
+        found.caption_justify = "left"
+        found.caption = (
+            f"Batches, of {rows[0]['batches']}, with a gradient of 0: {', '.join(without)}. Nothing to learn from: "
+            "no group's rollouts earned differently; --set method.session_reward=mean tells more sessions apart."
         )
     return found
 
