@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -237,7 +238,8 @@ def test_last_words_of_a_run(shared, tmp_path):
     assert last_words(run, -9) == f"it said nothing (signal 9; {log})"
 
 
-def test_interrupt_stops_the_runs_and_says_how_to_go_on(shared, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_stops_the_runs_and_says_how_to_go_on(sent, shared, tmp_path, monkeypatch, capsys):
     started = []
     popen = comparing.subprocess.Popen
 
@@ -246,7 +248,7 @@ def test_interrupt_stops_the_runs_and_says_how_to_go_on(shared, tmp_path, monkey
         return started[-1]
 
     def interrupt(seconds):
-        raise KeyboardInterrupt
+        signal.raise_signal(sent)
 
     monkeypatch.setattr(comparing.subprocess, "Popen", sleeper)
     monkeypatch.setattr(comparing.time, "sleep", interrupt)

@@ -7,6 +7,7 @@ repeats nothing that is finished, and draws anew.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -48,12 +49,13 @@ def compare(
     options: TOML file with a [method] table for each method that is not to run with its defaults (see `entries`).
 
     Raises ValueError before any run: what is wrong with these, or a folder with another comparison. A run that fails is
-    named with its error and the others go on: SystemExit (1) after the report then, and (130) when interrupted.
+    named with its error and the others go on: SystemExit (1) after the report then, and (130) when interrupted or
+    terminated, which ends the runs under way too.
     """
     if jobs < 1:
         raise ValueError(f"--jobs: found {jobs}, wanted at least 1")
     runs = plan(config, methods, output, seeds=seeds, rates=rates, options=options)
-    with claim(config, output, runs):
+    with claim(config, output, runs), terminated_like_interrupted():
         try:
             if config.policy.model == "desk" and not all(map(finished, runs)):
                 built_in_policy(console=console)  # here, where its progress is seen, not in the first run
@@ -96,6 +98,16 @@ def claim(config: Config, output: Path, runs: list[Run]) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt: else the runs would go on with nobody to wait for them."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def finished(run: Run) -> bool:
