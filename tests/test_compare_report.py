@@ -148,6 +148,19 @@ class TestSummary:
         write_rows(path, [row("grpo", 0, 0, 0.5) | {"turn_success": "half"}], COLUMNS)
         with pytest.raises(ValueError, match=r"other.csv: line 2: .*half"):
             read_rows([path])
+        for value, message in ((float("nan"), "turn_success is nan, wanted a finite number"), ("", "is missing")):
+            write_rows(path, [row("grpo", 0, 0, 0.5) | {"turn_success": value}], COLUMNS)
+            with pytest.raises(ValueError, match=f"other.csv: line 2: .*{message}"):
+                read_rows([path])
+        write_rows(path, [], COLUMNS)
+        with pytest.raises(ValueError, match="other.csv: has no rows"):
+            read_rows([path])
+
+    def test_a_run_that_is_not_finished_is_named(self, three_methods, tmp_path):
+        cut = [found for found in three_methods if (found["method"], found["step"]) != ("crest", 20)]
+        with pytest.raises(ValueError, match=r"crest, rate .*, seed .*: ends with step 10 of 20; wanted finished runs"):
+            report(cut, tmp_path, Console(quiet=True))
+        assert not list(tmp_path.iterdir())
 
 
 def test_command_draws_anew_from_files(monkeypatch, capsys, three_methods, tmp_path):

@@ -9,7 +9,7 @@ every method that had more than one to choose from) and at the rate that is comm
 import csv
 import os
 from collections.abc import Iterable
-from math import inf, sqrt
+from math import inf, isfinite, sqrt
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -42,6 +42,7 @@ _T_QUANTILE = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2
 _TABLE_WIDTH = 150
 _TEXTS = ("environment", "session_reward", "method", "needs")
 _WHOLE = ("turns", "sessions", "group_size", "steps", "seed", "step")
+_MAY_BE_EMPTY = ("turns", *CONCENTRATION, "needs")
 
 
 def report(rows: list[Row], output: Path, console: Console) -> None:
@@ -49,9 +50,9 @@ def report(rows: list[Row], output: Path, console: Console) -> None:
 
     Rows of several settings give a table each, and curves-2.png and so on.
     """
-    write_rows(output / "compare.csv", rows, COLUMNS)
     settings = list(dict.fromkeys(setting_of(row) for row in rows))
     summaries = {setting: summarise([row for row in rows if setting_of(row) == setting]) for setting in settings}
+    write_rows(output / "compare.csv", rows, COLUMNS)
     everything = [row for summary in summaries.values() for row in summary]
     write_rows(output / "summary.csv", everything, list(everything[0]) if everything else [*SETTING, "choice"])
     with open(output / "table.txt", "w", encoding="utf-8") as file:
@@ -87,31 +88,47 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
     """The rows of files that `report` wrote as compare.csv. Raises ValueError that names the file and what is wrong."""
     rows = []
     for path in paths:
-        with open(path, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
-                raise ValueError(f"{path}: has no column {', '.join(missing)}; wanted the compare.csv of a comparison")
-            try:
-                rows += [{key: _read(key, row[key]) for key in COLUMNS} for row in reader]
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{path}: line {reader.line_num}: {error}") from error
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: is no text in UTF-8 ({error})") from error
+        reader = csv.DictReader(lines)
+        if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
+            raise ValueError(f"{path}: has no column {', '.join(missing)}; wanted the compare.csv of a comparison")
+        if len(lines) < 2:
+            raise ValueError(f"{path}: has no rows")
+        try:
+            rows += [{key: _read(key, row[key]) for key in COLUMNS} for row in reader]
+        except ValueError as error:
+            raise ValueError(f"{path}: line {reader.line_num}: {error}") from error
     return rows
 
 
-def _read(key: str, written: str) -> Any:
+def _read(key: str, written: str | None) -> Any:
+    if not written and (written is None or key not in _MAY_BE_EMPTY):
+        raise ValueError(f"{key} is missing")
     if key in _TEXTS:
         return written
-    return None if written == "" else int(written) if key in _WHOLE else float(written)
+    value = None if written == "" else int(written) if key in _WHOLE else float(written)
+    if value is not None and not isfinite(value):
+        raise ValueError(f"{key} is {written}, wanted a finite number")
+    return value
 
 
 def curves_of(rows: list[Row]) -> Curves:
-    """The curves of one setting. Raises ValueError when a run is there twice."""
+    """The curves of one setting. Raises ValueError when a run is there twice, or not up to its last step."""
     found: Curves = {}
     for row in sorted(rows, key=lambda row: row["step"]):
         curve = found.setdefault(row["method"], {}).setdefault(row["rate"], {}).setdefault(row["seed"], [])
         if curve and curve[-1]["step"] == row["step"]:
             raise ValueError(f"{row['method']}, rate {row['rate']}, seed {row['seed']}: step {row['step']} twice")
         curve.append(row)
+    for last in (curve[-1] for rates in found.values() for seeds in rates.values() for curve in seeds.values()):
+        if last["step"] != last["steps"]:
+            raise ValueError(
+                f"{last['method']}, rate {last['rate']}, seed {last['seed']}: ends with step {last['step']} of "
+                f"{last['steps']}; wanted finished runs"
+            )
     return found
 
 
