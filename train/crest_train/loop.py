@@ -262,8 +262,9 @@ def finish(folder: RunFolder, config: Config, console: Console) -> None:
     steps = [line for line in lines if line["event"] == "step"]
     if steps and not any(line["trained_rows"] for line in steps):
         console.print(
-            "nothing was learned: at every step all rollouts of a group earned the same, so that none had credit; a "
-            "policy that sometimes succeeds has more to learn from: see [warm_start] in the configuration",
+            "nothing was learned: at every step all rollouts of a group earned the same, so that none had credit; "
+            'rewards differ more often with method.session_reward = "mean", for methods that read a session\'s reward, '
+            "and for a policy that sometimes succeeds: see [warm_start] in the configuration",
             markup=False,
             soft_wrap=True,
         )
