@@ -56,7 +56,7 @@ class Spans:
             self._check_values()
         for name, member in vars(Spans).items():
             if isinstance(member, cached_property):
-                getattr(self, name)
+                object.__setattr__(self, name, member.func(self))  # past the lock that compiled code cannot enter
 
     def _check_values(self) -> None:
         S, K, B = self.num_actions, self.num_turns, self.num_trajectories

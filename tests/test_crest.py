@@ -302,14 +302,6 @@ def test_a_mask_leaves_further_tokens_out_of_credit_and_statistics():
     assert wanted[2].item() == pytest.approx(1 + lam * 0.2214027582, abs=1e-9)
 
 
-def test_the_method_is_one_dynamic_graph():
-    def credit(spans, given):
-        return CREST.assign(spans, given, EXACT).credit_N
-
-    found = torch.compile(credit, fullgraph=True, dynamic=True, backend="aot_eager")(SPANS, signals())
-    torch.testing.assert_close(found, on_tokens(CREDIT, outside=0.0), rtol=0, atol=1e-9)
-
-
 def test_agreement_weight_literal():
     sign = torch.tensor([1.0, -1, 1, -1, 0, 1, -1, 0, 0])
     gap = torch.tensor([0.2, 0.2, 9, 9, 9, INF, INF, INF, NAN])

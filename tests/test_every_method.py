@@ -151,6 +151,22 @@ def test_a_group_of_one_and_a_batch_without_tokens(name):
     assert not credit.credit_N.any() and not credit.token_weight_N.any()
 
 
+@EVERY
+def test_assign_is_one_dynamic_graph(name):
+    """With the action mask, which makes FACTOR split its spans, and a constant group, which DAPO leaves out."""
+    spans = Spans.from_mask(
+        torch.tensor([[0, 1, 1, 0, 1, 1], [0, 1, 0, 1, 1, 0], [0, 1, 1, 0, 0, 0]]).bool(), group=torch.tensor([0, 0, 1])
+    )
+    signals = random_signals(spans, 3)
+
+    def values(spans, signals):
+        credit = METHODS[name].assign(spans, signals)
+        return credit.credit_N, credit.token_weight_N
+
+    compiled = torch.compile(values, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(spans, signals), values(spans, signals), rtol=0, atol=1e-12)
+
+
 class _Counter(TorchDispatchMode):
     count = 0
 

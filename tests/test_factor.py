@@ -369,11 +369,3 @@ def test_bad_settings_and_signals_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             factor.assign(SPANS, replace(SIGNALS, **changes))
-
-
-def test_the_method_is_one_dynamic_graph():
-    def credit(spans, signals):
-        return factor.assign(spans, signals).credit_N
-
-    found = torch.compile(credit, fullgraph=True, dynamic=True, backend="aot_eager")(SPANS, SIGNALS)
-    torch.testing.assert_close(found, factor.assign(SPANS, SIGNALS).credit_N, rtol=0, atol=1e-12)
