@@ -55,7 +55,7 @@ def test_mistakes_are_one_line_with_exit_code_2(monkeypatch, capsys, recipe, tmp
     for arguments, words in (
         (["run", bad], "unknown key 'training.step'; known keys here: steps"),
         (["run", tmp_path / "none.toml"], "none.toml: could not be read"),
-        (["run", recipe, "--method", "cresst"], "unknown method 'cresst'; known: grpo, turn_grpo, crest"),
+        (["run", recipe, "--method", "cresst"], "unknown method 'cresst'; known: grpo, turn_grpo, dr_grpo"),
         (["run", recipe, "--steps", "-1"], "training.steps"),
         (["run", recipe, "--output", bad], "exists and holds no run"),
         (["fetch", "smollm3"], "smollm3"),
