@@ -3,17 +3,21 @@
 Every function takes `spans`, the Spans of the N positions, and returns token_weight [N] float32, exactly 0 where the
 policy did not write the token. The denominator is a count of the batch (tokens, actions, turns or trajectories);
 `total`, a number or 0-d tensor, replaces it where the batch is one piece of a larger one (data parallel, accumulation):
-pieces weighted with the same total add up to the whole. Spans that hold no policy token contribute 0 and are not
-counted, unless a function says so. An all-masked batch gives zeros.
+pieces weighted with the same total add up to the whole. It must be finite and > 0; on CUDA its value is looked at under
+CREST_DEBUG=1 only. Spans that hold no policy token contribute 0 and are not counted, unless a function says so. An
+all-masked batch gives zeros.
 
 Shape letters: N token positions, S actions, K turns, B trajectories.
 """
 
+import math
+from numbers import Real
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from .backend import checks_values
 from .segments import segment_expand
 from .spans import Spans
 
@@ -66,10 +70,10 @@ def fixed_length(spans: Spans, length: float, *, total: Total = None) -> Tensor:
 
     Dr.GRPO, arXiv 2503.20783. B counts every trajectory, one without a policy token too, so that the denominator does
     not depend on what the policy wrote. length must stay the same through training. total: trajectories of the whole
-    batch. Raises ValueError: length <= 0 or total <= 0.
+    batch. Raises ValueError: length <= 0 or infinite, total <= 0.
     """
-    if not length > 0:
-        raise ValueError(f"length is {length}, want length > 0")
+    if not 0 < length < math.inf:
+        raise ValueError(f"length is {length}, want length > 0 and finite")
     return _weights(spans.mask.double() / length, _denominator(total, spans.num_trajectories))
 
 
@@ -81,8 +85,15 @@ def _mean_of_means(ids_N: Tensor, length: Tensor, total: Total) -> Tensor:
 def _denominator(total: Total, count: Tensor | int) -> Tensor | float:
     if total is None:
         return torch.as_tensor(count).clamp(min=1)
-    if not isinstance(total, Tensor) and not total > 0:
-        raise ValueError(f"total is {total}, want the count of the whole batch, > 0")
+    if isinstance(total, Tensor):
+        number = total.dim() == 0 and total.dtype != torch.bool and not total.is_complex()
+        positive = number and (not checks_values(total) or 0 < total < math.inf)
+    else:
+        positive = isinstance(total, Real) and not isinstance(total, bool) and 0 < total < math.inf
+    if not positive:
+        raise ValueError(
+            f"total is {total!r}, want the count of the whole batch, a number or 0-d tensor > 0 and finite"
+        )
     return total
 
 

@@ -1,5 +1,8 @@
 """Token weights: literal numbers, empty spans, the caller's denominator, split invariance."""
 
+import math
+import re
+
 import pytest
 import torch
 
@@ -47,8 +50,12 @@ def test_the_total_replaces_the_count(name):
     scale = COUNTS[name] / 100
     for total in (100, 100.0, torch.tensor(100)):
         torch.testing.assert_close(reduction(SPANS, total=total)[SPANS.mask], torch.tensor(wanted) * scale)
-    with pytest.raises(ValueError, match="total is 0, want"):
-        reduction(SPANS, total=0)
+    for total in (0, -1, math.nan, math.inf, True, "8", [8]):
+        with pytest.raises(ValueError, match=re.escape(f"total is {total!r}, want the count of the whole batch")):
+            reduction(SPANS, total=total)
+    for total in (0, -1.0, math.nan, [8, 8], True):
+        with pytest.raises(ValueError, match=r"total is tensor\(.*want the count of the whole batch"):
+            reduction(SPANS, total=torch.tensor(total))
 
 
 @pytest.mark.parametrize("name", SHARES)
@@ -97,6 +104,7 @@ def test_duplicating_an_actions_length_leaves_its_share_under_action_mean_only()
     assert shares(4) == pytest.approx((1 / 2, 4 / 7))
 
 
-def test_a_length_of_zero_is_refused():
-    with pytest.raises(ValueError, match="length is 0"):
-        fixed_length(SPANS, 0)
+def test_a_length_without_a_meaning_is_refused():
+    for length in (0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"length is {length}, want"):
+            fixed_length(SPANS, length)

@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import replace
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from crest_train.config import TeacherSection
+from crest_train.contexts import CONTEXTS
 from every_signal import batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -155,6 +157,8 @@ def test_five_sources_and_two_granularities():
         "hindsight_skill",
     )
     assert GRANULARITIES == ("step", "anchor")
+    assert set(FEEDBACK_SOURCES) <= set(CONTEXTS)
+    assert set(GRANULARITIES) <= set(get_args(TeacherSection.model_fields["insert"].annotation))
 
 
 @BOTH
