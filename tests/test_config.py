@@ -83,6 +83,7 @@ def test_overrides_win_over_the_file(tmp_path):
         ("[training]\nsteps = 'many'\n", "training.steps: .*found 'many'"),
         ("training = 3\n", "training: "),
         ("[method]\nsession_reward = 'sum'\n", "method.session_reward: .*'all' or 'mean'"),
+        ("[value]\nsource = 'continuations'\n", "value: wanted checkpoints = 1 or more where source is"),
         ("[rollout]\ntemperature = 0\n", "rollout.temperature: "),
         ("[evaluation]\ntemperature = 0\n", "evaluation.temperature: .*greater than 0, found 0"),
         ("[training]\nsteps = '1'\n", "training.steps: .*integer, found '1'"),

@@ -261,6 +261,13 @@ class Rude(Toy):
         (Rude(Step(turn_reward=1.0, request=3)), "Step.request of turn 1 is 3; wanted a text or None"),
         (Rude(Step(observation=b"no")), "Step.observation of turn 1 is b'no'; wanted a text or None"),
         (Rude(Step(info=None)), "Step.info of turn 1 is None; wanted a dict"),
+        (
+            Rude(Step(info={"state_key": "x"})),
+            r"Step.info\['state_key'\] of turn 1 is 'x'; wanted a whole number of 64",
+        ),
+        (Rude(Step(info={"state_key": 1.5})), "of turn 1 is 1.5"),
+        (Rude(Step(info={"state_key": True})), "of turn 1 is True"),
+        (Rude(Step(info={"state_key": 2**63})), "of turn 1 is 9223372036854775808"),
         (Rude(first=None), r"reset\(\) gave None; wanted the first request, a text"),
         (Rude(system=None), "system is None; wanted a text"),
         (Rude(num_turns="2"), "num_turns is '2'; wanted a whole number of at least 1"),

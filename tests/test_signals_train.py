@@ -139,7 +139,7 @@ def play(toy, seed=0):
 class Strange(Toy):
     """Says what no method can read."""
 
-    said = {"feedback": 5, "role": True, "error": 0, "cause": 0}
+    said = {"feedback": 5, "role": True, "error": 0, "cause": 0, "state_key": 7}
 
     def step(self, action):
         step = super().step(action)
@@ -164,6 +164,29 @@ def test_an_environment_that_cannot_serve_a_method_is_told_before_any_work(tmp_p
     with pytest.raises(ValueError, match=said):
         quiet_train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+class Nameless(Strange):
+    """Names its states with texts."""
+
+    said = {"state_key": "the first"}
+
+
+@pytest.mark.parametrize(
+    ("method", "environment", "context", "said"),
+    [
+        ("serl", "toy:Toy", "feedback", "serl needs the teacher's context feedback, .*'feedback'.* gave no such key "),
+        ("gigpo", "test_signals_train:Nameless", "ground_truth", "environment Nameless: .*'state_key'.* 'the first'"),
+    ],
+)
+def test_what_the_teacher_and_anchor_groups_need_is_asked_before_any_work_too(
+    tmp_path, method, environment, context, said
+):
+    changes = {"environment": {"name": environment}, "teacher": {"context": context}}
+    with pytest.raises(ValueError, match=said):
+        quiet_train(toy_config(tmp_path / "nothing", method={"name": method}, **changes), tmp_path / "run")
+    for other in ("grpo", "toolopd"):  # without a teacher, or with the skill for its context
+        check_environment(toy_config("x", method={"name": other}, **changes))
 
 
 def test_environments_are_asked_for_what_the_method_needs_alone():
@@ -285,9 +308,36 @@ def desk_policy(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_runs_by_name_on_desk(desk_policy, tmp_path, method):
-    options = {"warmup": 0} if method == "factor" else {}
+def test_the_teacher_keeps_its_head_while_the_policy_learns():
+    model, played, group = toy_model(), play(Toy), torch.tensor([0, 0, 1, 1])
+    model.lm_head = torch.nn.Linear(32, model.config.vocab_size)
+    weight_N = played.policy.flatten().float()
+    credit = Credit(0 * weight_N, weight_N, PPOClip(), weight_N, "forward_kl")
+    config = toy_config("x", teacher={"template": "{text} hint {hint}"})
+    teacher = teacher_of(credit, played, group, config, Scorers(model, make_chat(toy_tokenizer())))
+    taught = (teacher.hidden @ teacher.head_weight.T + model.lm_head.bias).detach().log_softmax(-1)
+    with torch.no_grad():
+        model.lm_head.bias += torch.randn(len(model.lm_head.bias), generator=torch.Generator().manual_seed(0))
+    found = accumulate_gradient(
+        model, played, credit, [0, 1, 2, 3], TrainingSection(), temperature=1.0, teacher=teacher
+    )["distillation"]
+    wanted, first = 0.0, 0
+    for row, session in enumerate(played.sessions):
+        at = played.policy[row, : len(session.ids)].nonzero().flatten()
+        logits_TV = model(torch.tensor([session.prompt + session.ids])).logits[0, at + len(session.prompt) - 1]
+        taught_TV, first = taught[first : first + len(at)], first + len(at)
+        wanted += float((taught_TV.exp() * (taught_TV - logits_TV.log_softmax(-1))).sum())
+    assert float(found) == pytest.approx(wanted, rel=1e-4)
+
+
+FULL_VOCABULARY = {"serl": {"kl": True}, "toolopd": {"kind": "reverse_kl"}}
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [*((name, {"warmup": 0} if name == "factor" else {}) for name in METHODS), *FULL_VOCABULARY.items()],
+)
+def test_every_method_runs_by_name_on_desk(desk_policy, tmp_path, method, options):
     tables = {
         "method": {"name": method, "options": options, "session_reward": "mean"},
         "policy": {"model": str(desk_policy)},
@@ -301,5 +351,7 @@ def test_every_method_runs_by_name_on_desk(desk_policy, tmp_path, method):
     folder = quiet_train(load_config(None, tables), tmp_path / "run")
     lines = [line for line in folder.metrics() if line["event"] == "step"]
     assert [line["step"] for line in lines] == [1, 2] and all("credit_seconds" in line for line in lines)
+    if options == FULL_VOCABULARY.get(method):
+        assert all(line["distillation"] > 0 for line in lines)  # a divergence
     assert (folder.path / "reference").exists() == (method == "trace")
     assert (folder.checkpoint / "value.safetensors").exists() == (method == "factor")

@@ -247,6 +247,11 @@ def test_drawing_leaves_the_global_generator_alone():
     assert torch.equal(torch.rand(1), wanted)
 
 
-def test_continuations_without_checkpoints_are_refused():
-    with pytest.raises(ValueError, match="value.checkpoints is 0; wanted 1 or more"):
-        StateValue(toy_model(), CHAT, config_of(source="continuations"))
+def test_places_and_continuations_are_drawn_apart(monkeypatch):
+    """From one stream of numbers, where a session is taken up would tell what is written there."""
+    drawn = []
+    monkeypatch.setattr(value, "choose_places", lambda batch, per_session, g: drawn.append(torch.rand(8, generator=g)))
+    monkeypatch.setattr(value, "continued_reward", lambda *a: drawn.append(torch.rand(8, generator=a[-1])))
+    batch = play(toy_model(), [5, 6])
+    StateValue(toy_model(), CHAT, config_of(checkpoints=2))._continue(batch)
+    assert not torch.equal(*drawn)

@@ -5,7 +5,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 try:
     import tomllib
@@ -150,6 +150,12 @@ class ValueSection(Section):
     checkpoints: int = Field(0, ge=0)
     continuations: int = Field(4, ge=1)
     max_turns: int = Field(15, ge=1)
+
+    @model_validator(mode="after")
+    def _has_states_to_play_on(self) -> "ValueSection":
+        if self.source == "continuations" and not self.checkpoints:
+            raise ValueError('wanted checkpoints = 1 or more where source is "continuations"')
+        return self
 
 
 class EvaluationSection(Section):

@@ -67,10 +67,10 @@ def continued_reward(
     return torch.empty_like(mean_P).index_copy(0, torch.tensor(longest_last), mean_P)
 
 
-def generator_of_sessions(seed: int, batch: Rollout, device: torch.device) -> torch.Generator:
-    """A random generator that depends on the run's seed and on which sessions were played alone."""
+def generator_of_sessions(seed: int, batch: Rollout, purpose: str, device: torch.device) -> torch.Generator:
+    """A random generator that depends on the run's seed, on which sessions were played and on the purpose alone."""
     sessions = [session.seed for session in batch.sessions]
-    digest = hashlib.blake2b(f"{seed} {sessions} continuations".encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(f"{seed} {sessions} {purpose}".encode(), digest_size=4).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
 
 

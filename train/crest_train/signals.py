@@ -67,12 +67,15 @@ _FACTS = {
 
 
 def check_environment(config: Config) -> None:
-    """Play one action in the environment and see that it says what the method needs to know.
+    """Play one action in the environment and see that it says what the method, or its teacher, needs to know.
 
     Raises ValueError naming the method, the signal, the key of Step.info, what was found and what was wanted.
     """
-    facts = [(signal, _FACTS[signal]) for signal in needs_of(config.method) if signal in _FACTS]
-    if not facts:
+    needs = needs_of(config.method)
+    facts = [(signal, _FACTS[signal]) for signal in needs if signal in _FACTS]
+    if "teacher_gap_N" in needs and "skill_gap_N" not in needs and config.teacher.context == "feedback":
+        facts.append(("the teacher's context feedback", _FACTS["feedback_S"]))
+    if not facts and "state_key_S" not in needs:
         return
     environment = make_environment(config.environment.name, config.environment.options)
     checked_opening(environment, 0)

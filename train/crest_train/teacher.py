@@ -24,12 +24,14 @@ Place = tuple[torch.Tensor, torch.Tensor]
 class Teacher:
     """The self-teacher's distributions at all R policy-written positions of a rollout, read row by row.
 
-    hidden [R,H]: hidden states that its head turns into logits. head_weight [V,H]: a copy, since the policy learns.
+    hidden [R,H]: hidden states that its head turns into logits. head_weight [V,H], head_bias [V] or None: copies, since
+    the policy learns.
     known [R] bool: False where there was no hint, or no room for it; hidden is 0 there, and nothing is to be learned.
     """
 
     hidden: torch.Tensor
     head_weight: torch.Tensor
+    head_bias: torch.Tensor | None
     known: torch.Tensor
 
 
@@ -75,7 +77,8 @@ def teacher_states(
 
     For distillation over the whole vocabulary; otherwise as `teacher_gap`, on the model's device.
     """
-    weight = head_of(model).weight.detach().clone()
+    head = head_of(model)
+    weight, bias = head.weight.clone(), None if head.bias is None else head.bias.clone()
     place_BT = rollout.policy.flatten().cumsum(0).view_as(rollout.policy) - 1
     total = int(rollout.policy.sum())
     hidden = torch.zeros(total, weight.shape[1], dtype=weight.dtype, device=weight.device)
@@ -83,7 +86,7 @@ def teacher_states(
     for at, hidden_RH, _ in _score(model, chat, rollout, group, rows, section, rows_per_micro_batch):
         place_R = place_BT[at].to(weight.device)
         hidden[place_R], known[place_R] = hidden_RH.to(hidden.dtype), True
-    return Teacher(hidden, weight, known)
+    return Teacher(hidden, weight, bias, known)
 
 
 def _score(

@@ -204,7 +204,7 @@ def distillation(
             teacher.hidden[place],
             teacher.head_weight,
             targets,
-            teacher_head_bias=options.get("head_bias"),
+            teacher_head_bias=teacher.head_bias,
             kind=kind,
             **options,
         ).divergence

@@ -33,14 +33,11 @@ class StateValue:
     checkpoints, and between them what spreads the credit evenly. FACTOR, arXiv 2608.07118, learns a head from
     checkpoints (2 of them, 4 continuations); the rest is this project's choice.
 
-    All that is drawn depends on config.run.seed and on the sessions' seeds alone. Raises ValueError: no checkpoints for
-    continuations.
+    All that is drawn depends on config.run.seed and on the sessions' seeds alone.
     """
 
     def __init__(self, model: PreTrainedModel, chat: Chat, config: Config):
         section = config.value
-        if section.source == "continuations" and not section.checkpoints:
-            raise ValueError('value.checkpoints is 0; wanted 1 or more where value.source is "continuations"')
         self.model, self.chat, self.config = model, chat, config
         self.head = None
         if section.source == "head":
@@ -85,12 +82,10 @@ class StateValue:
         return action_reward(batch, self.config.method.session_reward)
 
     def _continue(self, batch: Rollout) -> tuple[list[Place], Tensor]:
-        places = choose_places(
-            batch,
-            self.config.value.checkpoints,
-            generator_of_sessions(self.config.run.seed, batch, torch.device("cpu")),
-        )
-        generator = generator_of_sessions(self.config.run.seed, batch, self.model.device)
+        seed = self.config.run.seed
+        drawing = generator_of_sessions(seed, batch, "places", torch.device("cpu"))
+        places = choose_places(batch, self.config.value.checkpoints, drawing)
+        generator = generator_of_sessions(seed, batch, "continuations", self.model.device)
         return places, continued_reward(self.model, self.chat, batch, places, self.config, generator)
 
     def _states(self, batch: Rollout, spans: Spans) -> Tensor:

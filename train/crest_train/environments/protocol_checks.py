@@ -4,7 +4,7 @@ All raise ValueError that names the class, the turn, the field, what was found a
 """
 
 import reprlib
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 from crest_train.environments.protocol import Environment, Step
@@ -35,6 +35,9 @@ def checked_step(environment: Environment, action: str, turn: int, num_turns: in
         _refuse(environment, f"Step.request of turn {turn} is", request, "a text or None")
     if not isinstance(step.info, dict):
         _refuse(environment, f"Step.info of turn {turn} is", step.info, "a dict")
+    key = step.info.get("state_key", 0)
+    if not isinstance(key, Integral) or isinstance(key, bool) or not -(2**63) <= key < 2**63:
+        _refuse(environment, f"Step.info['state_key'] of turn {turn} is", key, "a whole number of 64 bits, with sign")
     if reward is None and request is not None:
         _refuse(environment, f"Step.turn_reward of turn {turn} is", reward, "a number, as a request follows")
     if reward is not None and not (isinstance(reward, Real) and 0 <= reward <= 1):
