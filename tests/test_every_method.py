@@ -34,7 +34,7 @@ def as_dtype(signals, dtype):
 
 
 @EVERY
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(case=batches())
 def test_credit_is_finite_and_stays_inside_the_spans(name, case):
     spans, signals = case
@@ -51,7 +51,7 @@ def test_credit_is_finite_and_stays_inside_the_spans(name, case):
 
 
 @EVERY
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(case=batches())
 def test_the_family_keeps_its_word(name, case):
     """Multiplicative: the verifier's sign, and 0 where it says 0."""
@@ -77,7 +77,7 @@ def test_an_additive_method_can_turn_the_sign_round(name):
 
 
 @EVERY
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(case=batches(empty=False))
 def test_packed_and_padded_are_the_same(name, case):
     spans, signals = case
@@ -116,7 +116,7 @@ def test_packed_and_padded_are_the_same(name, case):
 
 
 @EVERY
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(case=batches())
 def test_groups_do_not_touch_each_other(name, case):
     spans, signals = case
@@ -151,7 +151,7 @@ def test_a_group_of_one_and_a_batch_without_tokens(name):
     assert not credit.credit_N.any() and not credit.token_weight_N.any()
 
 
-@EVERY
+@pytest.mark.parametrize("name", ["crest", "dapo", "factor"])
 def test_assign_is_one_dynamic_graph(name):
     """With the action mask, which makes FACTOR split its spans, and a constant group, which DAPO leaves out."""
     spans = Spans.from_mask(

@@ -45,7 +45,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("name", "options", "limit", "limit_options", "made_neutral"), LIMITS)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(case=batches())
 def test_the_limit_is_bitwise(name, options, limit, limit_options, made_neutral, case):
     spans, signals = case
@@ -56,7 +56,7 @@ def test_the_limit_is_bitwise(name, options, limit, limit_options, made_neutral,
     assert found.distill_N is None or not found.distill_N.any()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(case=batches())
 def test_mt_grpo_without_turn_rewards_is_grpo(case):
     spans, signals = case
@@ -72,7 +72,7 @@ def test_mt_grpo_without_turn_rewards_is_grpo(case):
     assert torch.equal(found[several_N], wanted[several_N])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(case=batches(empty=False))
 def test_factor_without_potential_and_teacher_shares_its_advantage_out(case):
     """An advantage of one action is its own; of T actions, T times the action's credit."""
@@ -88,7 +88,7 @@ def test_factor_without_potential_and_teacher_shares_its_advantage_out(case):
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(case=batches(empty=False))
 def test_abc_with_gamma_1_is_the_sum_of_the_scores_to_go(case):
     spans, signals = case
@@ -101,7 +101,7 @@ def test_abc_with_gamma_1_is_the_sum_of_the_scores_to_go(case):
 
 
 @pytest.mark.parametrize("name", METHODS)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(case=batches())
 def test_equal_rewards_teach_nothing_where_the_verifier_alone_gives_the_direction(name, case):
     spans, signals = case
