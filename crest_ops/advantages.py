@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .segments import segment_center, segment_zscore
-from .spans import Spans
+from .spans import Spans, check_length
 
 
 def group_advantage(
@@ -34,7 +34,7 @@ def group_advantage(
     reward [B] real. Returns [B] float32 (float64 for float64). Raises ValueError: wrong shape, unknown scale or
     singleton, eps < 0.
     """
-    _check_length("reward", reward, spans.num_trajectories, "[B]")
+    check_length("reward", reward, spans.num_trajectories, "[B]")
     _check_choice("scale", scale, ("std", "none"))
     _check_choice("singleton", singleton, ("zero", "reward"))
     group_B, B = spans.group_of_trajectory, spans.num_trajectories
@@ -56,7 +56,7 @@ def leave_one_out_advantage(reward: Tensor, spans: Spans) -> Tensor:
 
     reward [B] real. Returns [B] float32 (float64 for float64). Raises ValueError: wrong shape.
     """
-    _check_length("reward", reward, spans.num_trajectories, "[B]")
+    check_length("reward", reward, spans.num_trajectories, "[B]")
     group_B = spans.group_of_trajectory
     centered_B = segment_center(reward, group_B, spans.num_trajectories)
     size_B = spans.group_size[group_B].double()
@@ -75,7 +75,7 @@ def turn_advantage(turn_reward: Tensor, spans: Spans, *, unbiased: bool = True, 
 
     turn_reward [K] real. Returns [K] float32 (float64 for float64). Raises ValueError: wrong shape.
     """
-    _check_length("turn_reward", turn_reward, spans.num_turns, "[K]")
+    check_length("turn_reward", turn_reward, spans.num_turns, "[K]")
     return segment_zscore(turn_reward, spans.cohort_of_turn, spans.num_turns, unbiased=unbiased, eps=eps)
 
 
@@ -88,7 +88,7 @@ def anchor_of_action(state_key: Tensor, spans: Spans) -> Tensor:
 
     state_key [S] int. Returns [S] int64 in [0, S). Raises ValueError: wrong shape or dtype.
     """
-    _check_length("state_key", state_key, spans.num_actions, "[S]")
+    check_length("state_key", state_key, spans.num_actions, "[S]")
     if state_key.is_floating_point():
         raise ValueError(f"state_key has dtype {state_key.dtype}, want int")
     group_S = spans.group_of_trajectory[spans.trajectory_of_action]
@@ -115,7 +115,7 @@ def anchor_advantage(
     what counts as equal. Returns [S] float32 (float64 for float64). Raises ValueError: wrong shape or dtype, unknown
     scale, eps < 0.
     """
-    _check_length("returns", returns, spans.num_actions, "[S]")
+    check_length("returns", returns, spans.num_actions, "[S]")
     _check_choice("scale", scale, ("std", "none"))
     anchor_S, S = anchor_of_action(state_key, spans), spans.num_actions
     if scale == "std":
@@ -129,14 +129,6 @@ def _dense_rank(key_S: Tensor) -> Tensor:
     step_S = torch.zeros_like(order_S)
     step_S[1:] = sorted_S[1:] != sorted_S[:-1]
     return torch.empty_like(order_S).scatter(0, order_S, step_S.cumsum(0))
-
-
-def _check_length(name: str, values: Tensor, length: int, letters: str) -> None:
-    if not isinstance(values, Tensor) or values.is_complex():
-        found = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"{name} is {found}, want a real tensor {letters} = [{length}]")
-    if [*values.shape] != [length]:
-        raise ValueError(f"{name} has shape {[*values.shape]}, want {letters} = [{length}]")
 
 
 def _check_choice(name: str, found: str, known: tuple[str, ...]) -> None:

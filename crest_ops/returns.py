@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .backend import checks_values
 from .segments import segment_difference, segment_discounted_sum, segment_expand, segment_sum
-from .spans import Spans
+from .spans import Spans, check_length
 
 
 def discounted_return(reward: Tensor, spans: Spans, gamma: float) -> Tensor:
@@ -21,7 +21,7 @@ def discounted_return(reward: Tensor, spans: Spans, gamma: float) -> Tensor:
 
     reward [S] real, gamma in [0, 1]. Returns [S]. Raises ValueError: wrong shape, gamma out of range.
     """
-    _check_length("reward", reward, spans.num_actions, "[S]")
+    check_length("reward", reward, spans.num_actions, "[S]")
     returned_S = segment_discounted_sum(reward.double(), spans.trajectory_of_action, gamma)
     return returned_S.to(_dtype(reward))
 
@@ -37,9 +37,9 @@ def td_credit(reward: Tensor, value: Tensor, baseline: Tensor, spans: Spans) -> 
     reward, value [S] real: environment reward of the action, potential of the state before it. baseline [B] real.
     Returns [S]. Rounding to float32 moves the sum by at most 2^-24 * sum_t |A*_t|. Raises ValueError: wrong shapes.
     """
-    _check_length("reward", reward, spans.num_actions, "[S]")
-    _check_length("value", value, spans.num_actions, "[S]")
-    _check_length("baseline", baseline, spans.num_trajectories, "[B]")
+    check_length("reward", reward, spans.num_actions, "[S]")
+    check_length("value", value, spans.num_actions, "[S]")
+    check_length("baseline", baseline, spans.num_trajectories, "[B]")
     change_S = segment_difference(value.double(), _steps(spans), spans.num_trajectories, first=baseline.double())
     return (_reward_of_steps(reward.double(), spans) + change_S).to(_dtype(reward, value, baseline))
 
@@ -50,7 +50,7 @@ def uniform_credit(advantage: Tensor, spans: Spans) -> Tensor:
     FACTOR, arXiv 2608.07118, while its potential warms up. An action without a token is no step, as in td_credit: it
     gets 0 and is not counted in T_i. advantage [B] real. Returns [S]. Raises ValueError: wrong shape.
     """
-    _check_length("advantage", advantage, spans.num_trajectories, "[B]")
+    check_length("advantage", advantage, spans.num_trajectories, "[B]")
     step_S = _steps(spans)
     share_B = advantage.double() / _count(step_S, spans.num_trajectories).clamp(min=1)
     return segment_expand(share_B, step_S).to(_dtype(advantage))
@@ -68,7 +68,7 @@ def log_ratio_td(gold_logp: Tensor, spans: Spans, eps: float = 0.1) -> Tensor:
     """
     if not 0 < eps < float("inf"):
         raise ValueError(f"eps is {eps}, want eps > 0 and finite")
-    _check_length("gold_logp", gold_logp, spans.num_actions + spans.num_trajectories, "[S+B]")
+    check_length("gold_logp", gold_logp, spans.num_actions + spans.num_trajectories, "[S+B]")
     if checks_values(gold_logp):
         bad = ~torch.isfinite(gold_logp) | (gold_logp > 0)
         if bad.any():
@@ -99,14 +99,14 @@ def k_step_credit(
     Raises ValueError: wrong shapes, steps < 1, gamma outside [0, 1].
     """
     S, B = spans.num_actions, spans.num_trajectories
-    _check_length("delta", delta, S, "[S]")
+    check_length("delta", delta, S, "[S]")
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps is {steps!r}, want an int >= 1")
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma is {gamma}, want 0 <= gamma <= 1")
     step_S = spans.trajectory_of_action
     if mask is not None:
-        _check_length("mask", mask, S, "[S]")
+        check_length("mask", mask, S, "[S]")
         step_S = torch.where(mask, step_S, -1)
     delta_S, place_S = torch.where(step_S < 0, 0, delta.double()), torch.arange(S, device=delta.device)
     end_B = torch.full((B,), float(S), dtype=torch.float64, device=delta.device)
@@ -121,7 +121,7 @@ def k_step_credit(
         at_S = next_[at_S]
     credit_S = sum_S / weight_S
     if outcome is not None:
-        _check_length("outcome", outcome, B, "[B]")
+        check_length("outcome", outcome, B, "[B]")
         fill_S = 2 * gamma ** count_S.double() * segment_expand(outcome.double(), step_S)
         credit_S = credit_S + torch.where(at_S == S, fill_S, 0)
     credit_S = torch.where(step_S < 0, 0, credit_S)
@@ -150,11 +150,3 @@ def _count(ids_S: Tensor, num: int) -> Tensor:
 
 def _dtype(*inputs: Tensor) -> torch.dtype:
     return torch.float64 if any(values.dtype == torch.float64 for values in inputs) else torch.float32
-
-
-def _check_length(name: str, values: Tensor, length: int, letters: str) -> None:
-    if not isinstance(values, Tensor) or values.is_complex():
-        found = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"{name} is {found}, want a real tensor {letters} = [{length}]")
-    if [*values.shape] != [length]:
-        raise ValueError(f"{name} has shape {[*values.shape]}, want {letters} = [{length}]")

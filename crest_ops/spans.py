@@ -243,6 +243,15 @@ class Spans:
         return _count(self.trajectory_of_token, self.num_trajectories)
 
 
+def check_length(name: str, values: Tensor, length: int, letters: str) -> None:
+    """Raises ValueError naming the argument: no real tensor, or another length than its letters have in the spans."""
+    if not isinstance(values, Tensor) or values.is_complex():
+        found = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"{name} is {found}, want a real tensor {letters} = [{length}]")
+    if [*values.shape] != [length]:
+        raise ValueError(f"{name} has shape {[*values.shape]}, want {letters} = [{length}]")
+
+
 def _vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], length: int | None = None) -> Tensor:
     wanted = "any length" if length is None else f"length {length}"
     if not isinstance(tensor, Tensor):

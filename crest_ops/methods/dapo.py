@@ -12,7 +12,7 @@ from torch import Tensor
 from ..reductions import REDUCTIONS, Total
 from ..segments import segment_center, segment_expand, segment_sum
 from ..signals import Credit, Signals
-from ..spans import Spans
+from ..spans import Spans, check_length
 from ..surrogates import PPOClip, Surrogate
 from . import grpo
 from .grpo import GRPOConfig
@@ -45,9 +45,7 @@ def dynamic_sampling(reward: Tensor, spans: Spans) -> Tensor:
 
     reward [B] real, of the trajectories of spans. Returns [B] bool. Raises ValueError: wrong shape.
     """
-    if not isinstance(reward, Tensor) or [*reward.shape] != [spans.num_trajectories]:
-        found = f"has shape {[*reward.shape]}" if isinstance(reward, Tensor) else f"is {type(reward).__name__}"
-        raise ValueError(f"reward {found}, want [B] = [{spans.num_trajectories}]")
+    check_length("reward", reward, spans.num_trajectories, "[B]")
     group_B, B = spans.group_of_trajectory, spans.num_trajectories
     apart_B = segment_center(reward, group_B, B) != 0
     return segment_sum(apart_B, group_B, B)[group_B] > 0
