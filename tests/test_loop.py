@@ -227,9 +227,9 @@ def test_turn_credit_of_a_rollout_by_hand():
     played.turn_reward = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
     group = torch.tensor([0, 0])
     config = load_config(None, {"method": {"name": "turn_grpo"}})
-    scorers = Scorers(model, None)
-    signals = gather(needs_of(config.method, 1), played, group, spans_of(played, group), config, scorers)
-    credit_BT = assign_credit(played, group, signals, config.method, 1).credit_N.view_as(played.policy)
+    scorers, spans = Scorers(model, None), spans_of(played, group)
+    signals = gather(needs_of(config.method, 1), played, group, spans, config, scorers)
+    credit_BT = assign_credit(spans, signals, config.method, 1).credit_N.view_as(played.policy)
     for row, sign in ((0, 1), (1, -1)):
         first = credit_BT[row][played.turn[row] == 0]
         assert first.tolist() == pytest.approx([sign * 0.5 / math.sqrt(0.5)] * len(first), abs=1e-4)

@@ -227,8 +227,9 @@ def test_schedules_follow_the_step():
     signals = gathered(batch, group, "reward_B")
     signals = type(signals)(reward_B=signals.reward_B, **gap)
     section = load_config(None, {"method": {"name": "rlsd"}}).method
-    early, late = (assign_credit(batch, group, signals, section, step).credit_N for step in (1, 50))
-    grpo = assign_credit(batch, group, signals, load_config(None, {"method": {"name": "grpo"}}).method, 1).credit_N
+    spans = spans_of(batch, group)
+    early, late = (assign_credit(spans, signals, section, step).credit_N for step in (1, 50))
+    grpo = assign_credit(spans, signals, load_config(None, {"method": {"name": "grpo"}}).method, 1).credit_N
     assert torch.equal(late, grpo) and not torch.equal(early, grpo)
     factor = load_config(None, {"method": {"name": "factor"}}).method
     assert "value_S" in needs_of(factor) and "value_S" not in needs_of(factor, 1) and "value_S" in needs_of(factor, 11)

@@ -112,10 +112,10 @@ def spans_of(rollout: Rollout, group: torch.Tensor) -> Spans:
     return Spans.from_lengths(lengths, action=written, turn=turn, trajectory=row, group=group)
 
 
-def assign_credit(rollout: Rollout, group: torch.Tensor, signals: Signals, section: MethodSection, step: int) -> Credit:
-    """The credit of every token position of the rollout in training step `step` (from 1), read row by row (N = B*T).
+def assign_credit(spans: Spans, signals: Signals, section: MethodSection, step: int) -> Credit:
+    """The credit of every token position of a rollout in training step `step` (from 1), read row by row (N = B*T).
 
-    signals: what the method needs in that step (needs_of), on the rollout's device.
+    spans: spans_of the rollout. signals: what the method needs in that step (needs_of), on the rollout's device.
     """
     method, config = make_method(section, step)
-    return method.assign(spans_of(rollout, group), signals, config)
+    return method.assign(spans, signals, config)

@@ -52,9 +52,9 @@ def gold_logp(
     """
     if not any(session.gold for session in batch.sessions):
         raise ValueError("batch.sessions hold no gold; wanted a rollout played with Sampling.gold")
-    boundaries = _boundaries(chat, batch, group)
-    found = torch.full((sum(map(len, boundaries)),), torch.nan)
     streams = [_stream(chat, session) for session in batch.sessions]
+    boundaries = _boundaries(batch, streams, answer_ids(chat, batch, group))
+    found = torch.full((sum(map(len, boundaries)),), torch.nan)
     for prompt, members in batch.by_prompt(list(range(len(streams)))):
         room = context_length(reference) - len(prompt)
         for start in range(0, len(members), rows_per_micro_batch):
@@ -90,11 +90,13 @@ def answer_ids(chat: Chat, batch: Rollout, group: torch.Tensor) -> list[list[int
     return answers
 
 
-def _boundaries(chat: Chat, batch: Rollout, group: torch.Tensor) -> list[list[tuple[int, int, list[int]]]]:
+def _boundaries(
+    batch: Rollout, streams: list[list[int]], answers: list[list[int]]
+) -> list[list[tuple[int, int, list[int]]]]:
     """Of each session: (place in the result, tokens before it behind the prompt, answer) of every boundary."""
     boundaries, index = [], 0
-    for session, answer in zip(batch.sessions, answer_ids(chat, batch, group), strict=True):
-        places = [action.start for action in session.actions] + [len(_stream(chat, session))]
+    for session, stream, answer in zip(batch.sessions, streams, answers, strict=True):
+        places = [action.start for action in session.actions] + [len(stream)]
         boundaries.append([(index + k, place, answer) for k, place in enumerate(places)])
         index += len(places)
     return boundaries

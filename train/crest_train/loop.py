@@ -118,7 +118,7 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
             scored = time.perf_counter()
 
             # Credit, and the teacher's distributions where it distils them.
-            credit = assign_credit(batch, group, signals, config.method, step)
+            credit = assign_credit(spans, signals, config.method, step)
             assigned = time.perf_counter()
             teacher = teacher_of(credit, batch, group, config, scorers)
 
