@@ -11,25 +11,31 @@ from crest_ops.spans import Spans
 
 
 @st.composite
-def batches(draw, *, empty: bool = True, dtype=torch.float64):
-    """Spans of up to five ragged trajectories, with groups of one, empty and one-token actions, and their signals."""
+def ragged_spans(draw, *, empty: bool = True, shortest_reply: int = 1):
+    """Spans of up to five ragged trajectories of one or two groups, groups of one, empty and one-token actions too."""
     groups = sorted(draw(st.lists(st.integers(0, 1), min_size=1, max_size=5)))
     groups = [g - groups[0] for g in groups]
     lengths, written, turns, trajectories = [], [], [], []
     for i in range(len(groups)):
         for k in sorted(draw(st.sets(st.integers(0, 3), max_size=3))):
             for _ in range(draw(st.integers(1, 2))):
-                lengths += [draw(st.integers(1, 3)), draw(st.integers(0 if empty else 1, 4))]
+                lengths += [draw(st.integers(shortest_reply, 3)), draw(st.integers(0 if empty else 1, 4))]
                 written += [False, True]
                 turns += [k, k]
                 trajectories += [i, i]
-    spans = Spans.from_lengths(
+    return Spans.from_lengths(
         torch.tensor(lengths, dtype=torch.int64),
         action=torch.tensor(written, dtype=torch.bool),
         turn=torch.tensor(turns, dtype=torch.int64),
         trajectory=torch.tensor(trajectories, dtype=torch.int64),
         group=torch.tensor(groups),
     )
+
+
+@st.composite
+def batches(draw, *, empty: bool = True, dtype=torch.float64):
+    """Ragged spans and every signal of them."""
+    spans = draw(ragged_spans(empty=empty))
     return spans, random_signals(spans, draw(st.integers(0, 2**31)), dtype)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from every_signal import ragged_spans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,26 +111,9 @@ def test_masked_tokens_never_change_anything():
         assert torch.equal(CREST.assign(SPANS, given, EXACT).credit_N, wanted.credit_N)
 
 
-# Random batches: rollouts of one or two groups, turns present or not, actions of any length (none, too).
 @st.composite
 def batches(draw):
-    groups = sorted(draw(st.lists(st.integers(0, 1), min_size=1, max_size=5)))
-    groups = [g - groups[0] for g in groups]
-    lengths, written, turns, trajectories = [], [], [], []
-    for i in range(len(groups)):
-        for k in sorted(draw(st.sets(st.integers(0, 3), max_size=3))):
-            for _ in range(draw(st.integers(1, 2))):
-                lengths += [draw(st.integers(0, 3)), draw(st.integers(0, 4))]
-                written += [False, True]
-                turns += [k, k]
-                trajectories += [i, i]
-    spans = Spans.from_lengths(
-        torch.tensor(lengths, dtype=torch.int64),
-        action=torch.tensor(written, dtype=torch.bool),
-        turn=torch.tensor(turns, dtype=torch.int64),
-        trajectory=torch.tensor(trajectories, dtype=torch.int64),
-        group=torch.tensor(groups),
-    )
+    spans = draw(ragged_spans(shortest_reply=0))
 
     def vector(n, values):
         return torch.tensor(draw(st.lists(values, min_size=n, max_size=n)), dtype=torch.float64)
