@@ -126,6 +126,7 @@ def test_extreme_temperatures(backend, temperature):
 def test_temperatures_of_no_wanted_row_or_of_stride_0(backend):
     x, y = logits_of(3, 40), targets_of(3, high=40)
     warm = torch.tensor([2.0]).expand(3)
-    assert torch.equal(token_stats(x, y, temperature=warm, backend=backend).logp, token_stats(x / 2, y).logp)
+    halved = token_stats(x / 2, y).logp
+    assert (token_stats(x, y, temperature=warm, backend=backend).logp - halved).abs().max() < 2e-6
     none = torch.zeros(3, dtype=torch.bool)
     assert (token_stats(x, y, mask=none, temperature=warm, backend=backend).logp == 0).all()
