@@ -1,0 +1,1 @@
+"""One trainer a module; importing a module imports its trainer."""
