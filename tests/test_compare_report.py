@@ -126,7 +126,7 @@ class TestSummary:
         assert list(lines) == ["crest", "trace", "grpo", "efca"]
         assert " yes " in lines["crest"] and " NO " in lines["trace"] and " worse " in lines["efca"]
         assert " +.087±.000 " in lines["crest"] and " >20 " in lines["crest"] and "…" not in said
-        assert "desk, 8 turns, 20 steps of 8 x 8 rollouts: all at rate 0.0006" in said
+        assert "desk, 8 turns, 20 steps of 8 x 8 rollouts, session reward mean: all at rate 0.0006" in said
 
     def test_report_writes_what_it_reads(self, three_methods, tmp_path):
         long = [found | {"turns": 16} for found in three_methods]

@@ -188,3 +188,13 @@ def test_bad_settings_and_signals_are_named():
         efca.assign(SPANS, replace(SIGNALS, feedback_S=torch.tensor([0, 2, 0])))
     with pytest.raises(ValueError, match="config is GiGPOConfig, want EFCAConfig"):
         efca.assign(SPANS, SIGNALS, GiGPOConfig())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"low": 1.5}, "low is 1.5"), ({"high": 3}, "high is 3"), ({"beta_history": -1}, "beta_history")],
+)
+def test_numbers_of_the_weight_out_of_range_are_refused(change, said):
+    settings = {"beta_feedback": 0.2, "beta_history": 0.2, "low": 0.5, "high": 1.5} | change
+    with pytest.raises(ValueError, match=said):
+        reweighted_return(torch.ones(2), torch.ones(2), torch.zeros(2), **settings)

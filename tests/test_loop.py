@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -185,6 +186,33 @@ def test_gradient_is_that_of_the_plain_loss_however_it_is_split(system, surrogat
         assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
         for one, other in zip(found, wanted, strict=True):
             assert (one - other).abs().max() < 1e-5 * max(1.0, float(other.abs().max()))
+
+
+def test_ratios_per_action_are_those_of_the_recorded_actions_also_where_two_touch():
+    model = toy_model().double()
+    played = play(model, [Toy(k) for k in (1, 2, 3)])
+    session = played.sessions[1]
+    place = next(i for i, action in enumerate(session.actions) if len(action.tokens) > 1)
+    action = session.actions[place]
+    second = replace(action, start=action.start + 1, tokens=action.tokens[1:], logp=action.logp[1:])
+    session.actions[place : place + 1] = [replace(action, tokens=action.tokens[:1], logp=action.logp[:1]), second]
+    credit_BT = torch.randn(played.policy.shape, generator=torch.Generator().manual_seed(0)) * played.policy
+    weight_BT = played.policy / played.policy.sum()
+    surrogate = PPOClip(1.0, 9.0, level="action", ratio="sum")
+
+    loss = 0.0
+    for row, session in enumerate(played.sessions):
+        ids = torch.tensor([session.prompt + session.ids])
+        logp = (model(ids).logits[0, :-1] / 0.8).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        for action in session.actions:
+            written = slice(action.start, action.start + len(action.tokens))
+            own = logp[torch.arange(written.start, written.stop) + len(session.prompt) - 1]
+            ratio = (own - torch.tensor(action.logp)).sum().exp().detach() * (own - own.detach()).exp()
+            loss = loss - (ratio * credit_BT[row, written] * weight_BT[row, written]).sum()
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    found, _ = gradients_of(model, played, Credit(credit_BT.flatten(), weight_BT.flatten(), surrogate))
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).abs().max() < 1e-5 * max(1.0, float(other.abs().max()))
 
 
 def test_update_without_signal_changes_nothing():

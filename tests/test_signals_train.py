@@ -181,6 +181,19 @@ def test_what_the_teacher_and_anchor_groups_need_is_asked_before_any_work_too(
         check_environment(toy_config("x", method={"name": other}, **changes))
 
 
+class Untold(Toy):
+    def gold(self):
+        return 7
+
+
+def test_a_ground_truth_that_is_no_text_is_refused_before_any_work(tmp_path):
+    config = toy_config(
+        tmp_path / "nothing", method={"name": "crest"}, environment={"name": "test_signals_train:Untold"}
+    )
+    with pytest.raises(ValueError, match="environment Untold: gold\\(\\) gave in turn 0 7; wanted a text"):
+        quiet_train(config, tmp_path / "run")
+
+
 def test_environments_are_asked_for_what_the_method_needs_alone():
     for method in ("grpo", "crest", "gigpo", "trace"):
         check_environment(toy_config("x", method={"name": method}))
@@ -319,7 +332,7 @@ def test_the_teacher_keeps_its_head_while_the_policy_learns():
         at = played.policy[row, : len(session.ids)].nonzero().flatten()
         logits_TV = model(torch.tensor([session.prompt + session.ids])).logits[0, at + len(session.prompt) - 1]
         taught_TV, first = taught[first : first + len(at)], first + len(at)
-        wanted += float((taught_TV.exp() * (taught_TV - logits_TV.log_softmax(-1))).sum())
+        wanted += (taught_TV.exp() * (taught_TV - logits_TV.log_softmax(-1))).sum().item()
     assert float(found) == pytest.approx(wanted, rel=1e-4)
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from ..reductions import Total
 from ..returns import discounted_return
 from ..signals import AdditiveCredit, Signals
-from ..spans import Spans
+from ..spans import Spans, check_length
 from .gigpo import GiGPOConfig, credit_of_returns
-from .settings import check_arguments, check_counts, check_numbers
+from .settings import check_arguments, check_counts, check_number, check_numbers
 
 needs = ("reward_B", "action_reward_S", "feedback_S", "state_key_S")
 
@@ -27,7 +27,7 @@ class EFCAConfig(GiGPOConfig):
 
     beta_feedback, beta_history >= 0: what the immediate and the history signal add to the weight. eta in [0, 1]: size
     of the history signal of a window without progress. window >= 1: actions that the history signal looks at.
-    low in [0, 1], high in [1, 2]: bounds of the weight; inside them no return changes its sign.
+    low in [0, 1], high in [1, 2]: bounds of the weight; no return changes its sign, at 0 and 2 some become 0.
     Raises ValueError: a value out of range or an unknown name.
     """
 
@@ -55,11 +55,14 @@ def history_signal(feedback: Tensor, spans: Spans, *, window: int = 5, eta: floa
     EFCA, arXiv 2608.08255 (medium timescale). It looks back only. That the first window - 1 actions of a trajectory
     give 0, for want of a full window, is this project's reading.
 
-    feedback [S] int in {-1, 0, 1}; window >= 1; eta in [0, 1]. Returns [S] float64. Raises ValueError: wrong shape.
+    feedback [S] int in {-1, 0, 1}; window >= 1; eta in [0, 1]. Returns [S] float64.
+    Raises ValueError: wrong shape, a number out of range.
     """
     S, trajectory_S = spans.num_actions, spans.trajectory_of_action
-    if [*feedback.shape] != [S]:
-        raise ValueError(f"feedback has shape {[*feedback.shape]}, want [S] = [{S}]")
+    check_length("feedback", feedback, S, "[S]")
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise ValueError(f"window is {window!r}, want an int >= 1")
+    check_number("eta", eta, 0, 1)
     place_S = torch.arange(S, device=feedback.device)
     start_S = (place_S - (window - 1)).clamp(min=0)
     full_S = (place_S >= window - 1) & (trajectory_S[start_S] == trajectory_S)
@@ -89,8 +92,14 @@ def reweighted_return(
     would reward bad replies, hence |R|. This form and w are this project's own. R~ is R bitwise where both signals are
     0; R = 0 stays 0, so a group of failures without a reward learns nothing here either.
 
-    returns, feedback, history [S] real. Returns [S] in the dtype of returns.
+    returns, feedback, history [S] real; betas >= 0, low in [0, 1], high in [1, 2]. Returns [S] in the dtype of returns.
+    Raises ValueError: a number out of range.
     """
+    largest = sys.float_info.max
+    check_number("beta_feedback", beta_feedback, 0, largest)
+    check_number("beta_history", beta_history, 0, largest)
+    check_number("low", low, 0, 1)
+    check_number("high", high, 1, 2)
     weight_S = (1 + beta_feedback * feedback.double() + beta_history * history.double()).clamp(low, high)
     return returns + ((weight_S - 1) * returns.abs()).to(returns.dtype)
 

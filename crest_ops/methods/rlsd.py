@@ -16,7 +16,7 @@ from ..segments import segment_expand
 from ..signals import MultiplicativeCredit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
-from .settings import check_arguments, check_numbers, check_settings, decayed
+from .settings import check_arguments, check_number, check_numbers, check_settings, decayed
 
 needs = ("reward_B", "teacher_gap_N")
 
@@ -61,8 +61,10 @@ def reweighted(advantage: Tensor, gap: Tensor, lam: float, eps: float) -> Tensor
     bitwise; A'/A lies in [1 - lam * eps, 1 + lam * eps].
 
     advantage, gap: tensors of one shape; gap = teacher minus student log-prob of the realised token, not looked at
-    where A = 0. Returns that shape, in the dtype of advantage. Raises ValueError: eps outside [0, 1], two shapes.
+    where A = 0. Returns that shape, in the dtype of advantage. Raises ValueError: lam or eps outside [0, 1], two
+    shapes.
     """
+    check_number("lam", lam, 0, 1)
     weight = agreement_weight(advantage.sign(), gap, 1.0, eps)
     return (advantage * (1 + lam * (weight - 1))).to(advantage.dtype)
 

@@ -27,9 +27,13 @@ def check_settings(config: Any, **known: tuple[str, ...]) -> None:
 def check_numbers(config: Any, **bounds: tuple[float, float]) -> None:
     """Raises ValueError naming the field: no number, or outside [low, high]."""
     for name, (low, high) in bounds.items():
-        value = getattr(config, name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-            raise ValueError(f"{name} is {value!r}, want a number with {low} <= {name} <= {high}")
+        check_number(name, getattr(config, name), low, high)
+
+
+def check_number(name: str, value: Any, low: float, high: float) -> None:
+    """Raises ValueError naming the argument: no number, or outside [low, high]."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} is {value!r}, want a number with {low} <= {name} <= {high}")
 
 
 def check_counts(config: Any, *names: str) -> None:

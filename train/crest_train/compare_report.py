@@ -242,11 +242,12 @@ def comparison_table(summary: list[Row]) -> Table:
     turns = f", {first['turns']} turns" if first["turns"] else ""
     table = Table(
         title=f"{first['environment']}{turns}, {first['steps']} steps of {first['sessions']} x {first['group_size']} "
-        f"rollouts: {rate}",
+        f"rollouts, session reward {first['session_reward']}: {rate}",
         caption="Held-out success, mean±sd over n seeds. area: under the curve, that is mean turn success over the "
         f"steps; to {LEVEL:g}: steps until turn success {LEVEL:g}, median; minus ...: difference in area, paired by "
         "seed; beats grpo: yes (or worse) where the 95 % t interval of that difference lies above (below) 0, NO where "
-        "it is within paired noise; top: share of |credit| on the top 1, 5 and 10 % of tokens."
+        "it is within paired noise (each method by itself: with many, one in 20 leaves 0 by chance); top: share of "
+        "|credit| on the top 1, 5 and 10 % of tokens."
         + (" Best rates are chosen by area, on these very seeds." if first["choice"] == "best" else ""),
         title_justify="left",
         caption_justify="left",

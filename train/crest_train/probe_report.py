@@ -144,8 +144,9 @@ def table(rows: list[Row], title: str) -> Table:
     if without:
         found.caption_justify = "left"
         found.caption = (
-            f"Batches, of {rows[0]['batches']}, with a gradient of 0: {', '.join(without)}. Nothing to learn from: "
-            "no group's rollouts earned differently; --set method.session_reward=mean tells more sessions apart."
+            f"Batches, of {rows[0]['batches']}, with a gradient of 0: {', '.join(without)}. No credit in them: a "
+            "method of session rewards has none where no group's rollouts earned differently (--set "
+            "method.session_reward=mean tells more sessions apart), another where its own signal is all equal."
         )
     return found
 

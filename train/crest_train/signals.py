@@ -21,7 +21,7 @@ from crest_train.config import Config
 from crest_train.credit import action_reward, needs_of, rows_with_signal, session_reward
 from crest_train.environments import make_environment
 from crest_train.environments.protocol import Role
-from crest_train.environments.protocol_checks import checked_opening, checked_step
+from crest_train.environments.protocol_checks import checked_gold, checked_opening, checked_step
 from crest_train.gold import gold_logp
 from crest_train.sessions import Action, Rollout
 from crest_train.teacher import Teacher, teacher_gap, teacher_states
@@ -69,19 +69,30 @@ _FACTS = {
 def check_environment(config: Config) -> None:
     """Play one action in the environment and see that it says what the method, or its teacher, needs to know.
 
-    Raises ValueError naming the method, the signal, the key of Step.info, what was found and what was wanted.
+    Raises ValueError naming the method, the signal, the key of Step.info, what was found and what was wanted; a ground
+    truth that is no text.
     """
     needs = needs_of(config.method)
+    gold = reads_gold(config)
     facts = [(signal, _FACTS[signal]) for signal in needs if signal in _FACTS]
     if "teacher_gap_N" in needs and "skill_gap_N" not in needs and config.teacher.context == "feedback":
         facts.append(("the teacher's context feedback", _FACTS["feedback_S"]))
-    if not facts and "state_key_S" not in needs:
+    if not facts and not gold and "state_key_S" not in needs:
         return
     environment = make_environment(config.environment.name, config.environment.options)
     checked_opening(environment, 0)
+    if gold:
+        checked_gold(environment, 0)
     info = checked_step(environment, "", 0, environment.num_turns).info
     for signal, fact in facts:
         _check(info, signal, fact, config, "in the first turn of session 0")
+
+
+def reads_gold(config: Config) -> bool:
+    """Whether the ground truth of the sampled sessions is looked at: by the reference, or by the self-teacher."""
+    asked = needs_of(config.method)
+    by_teacher = "teacher_gap_N" in asked and "skill_gap_N" not in asked and config.teacher.context == "ground_truth"
+    return by_teacher or "gold_logp" in asked
 
 
 def gather(
