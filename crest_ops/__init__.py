@@ -3,7 +3,8 @@
 from .advantages import anchor_advantage, group_advantage, leave_one_out_advantage, turn_advantage
 from .crest_policy_loss import crest_policy_loss
 from .divergence import TokenDivergence, token_divergence
-from .heads import Head, check_head, head_of
+from .heads import Head, resolve_head
+from .hidden_states import check_head, hidden_states
 from .linear import linear_token_stats
 from .linear_divergence import linear_token_divergence
 from .linear_policy_loss import linear_policy_loss
@@ -78,7 +79,7 @@ __all__ = [
     "estimate_memory",
     "fixed_length",
     "group_advantage",
-    "head_of",
+    "hidden_states",
     "k_step_credit",
     "leave_one_out_advantage",
     "linear_policy_loss",
@@ -87,6 +88,7 @@ __all__ = [
     "log_ratio_td",
     "policy_loss",
     "redistribute",
+    "resolve_head",
     "role_projection",
     "sequence_mean",
     "sft_weight",

@@ -1,6 +1,5 @@
-"""The head of a model as the linear ops take it, and the checks of their hidden states and head: resolved or refused,
-never read through. The effective weight of a head is this project's own definition: the matrix W with which the head
-itself would compute its output h W^T + b.
+"""The head of a model as the linear ops take it: resolved or refused, never read through. The effective weight of a
+head is this project's own definition: the matrix W with which the head itself would compute its output h W^T + b.
 
 Shape letters: V vocabulary, H hidden size, R rank of an adapter.
 """
@@ -11,12 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .vocabulary import FLOAT_DTYPES, check_positive
+from .head_arguments import check_weight, check_whole, kind_of
+from .vocabulary import check_positive
 
 # What a config says about logits: the power with which its number multiplies them; the cap that comes after.
 SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1, "logits_mup_width_multiplier": -1}
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
-FSDP = "call the op inside the wrapped model's forward, or inside FSDP.summon_full_params where no gradient is wanted"
+# Where wrappers keep the model: DDP and DeepSpeed, torch.compile, FSDP1, PEFT's model and its tuner.
+WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "base_model", "model")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -25,84 +26,86 @@ class Head:
     """What turns hidden states h into logits z: z = softcap * tanh(logit_scale * (h W^T + b) / softcap).
 
     weight W [V, H] and bias b [V] or None, as the head computes with them, with the graph to its parameters; softcap
-    None: no cap. Used as `linear_policy_loss(hidden, head.weight, targets, credit, ..., **head.options)`.
+    None: no cap. vocab_size: the columns that are tokens, where the weight has more rows; None: all are. Used as
+    `linear_policy_loss(hidden, head.weight, targets, credit, ..., **head.options)`.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     softcap: float | None = None
     logit_scale: float = 1.0
+    vocab_size: int | None = None
 
     @property
     def options(self) -> dict:
         """The keyword arguments of the linear ops besides the weight."""
-        return {"head_bias": self.bias, "softcap": self.softcap, "logit_scale": self.logit_scale}
+        return {
+            "head_bias": self.bias,
+            "softcap": self.softcap,
+            "logit_scale": self.logit_scale,
+            "vocab_size": self.vocab_size,
+        }
 
 
-def head_of(model: nn.Module, *, dtype: torch.dtype | None = None) -> Head:
+def resolve_head(model: nn.Module, *, dtype: torch.dtype | None = None) -> Head:
     """The head of a causal LM, or of a head module alone, with the adapters on it counted in.
 
     W = base + sum over active LoRA adapters of scaling * B A,  b = base + sum of scaling * (bias of B), with A [R, H]
     and B [V, R] (LoRA: arXiv 2106.09685, eq. 3), summed in the widest of the dtypes.
 
-    model: with `get_output_embeddings()` (Hugging Face; its config names softcap and logit scale; a PEFT model around
-        it), or the head itself. Resolved: torch.nn.Linear (also tied or parametrized); PEFT's modules_to_save (the
-        active copy); PEFT's LoRA, several at once, merged or disabled. Everything else is refused. Virtual tokens of
-        prompt-learning PEFT concern the body and are not looked at.
+    model: with `get_output_embeddings()` (Hugging Face; its config names softcap, logit scale and vocabulary size), a
+        wrapper around it that `causal_lm` knows, or the head itself. Resolved: torch.nn.Linear (also tied or
+        parametrized); PEFT's modules_to_save (the active copy); PEFT's LoRA, several at once, merged or disabled.
+        Everything else is refused. Virtual tokens of prompt-learning PEFT concern the body and are not looked at.
 
     dtype: in which the sum with adapters is given; None is the base's, whose rounding hides small updates (a bfloat16
         base and |scaling * B A| below 2^-9 of its weights): torch.float32 keeps them, and widens the products.
 
-    Call it once for each forward pass: a LoRA weight is a new tensor [V, H] with the graph to A and B. `check_head`
-    compares the result with the model's own logits.
+    vocab_size is the config's `unpadded_vocab_size` or `vocab_size` where the weight has more rows. What a tokenizer
+    does not use of them (Qwen) stays: the model's own logits, and the samplers that take its config, count it in.
+
+    Call it once for each forward pass, after it: a LoRA weight is a new tensor [V, H] with the graph to A and B, and
+    FSDP2 holds a weight together from then on. A gradient reaches the model's parameters past its forward: get the
+    states from `hidden_states`, which shows DDP and FSDP that use. `check_head` compares with the model's own logits.
 
     Raises ValueError that says what was found and the way out: DoRA and other adapters, LoRA with active dropout,
     quantised heads, sharded or unmaterialised weights, hooks, a forward of its own.
     """
+    model = causal_lm(model)
     module = model
     if hasattr(model, "get_output_embeddings"):
         module = model.get_output_embeddings()
         if module is None:
-            raise ValueError(f"model is {_kind(model)} without output embeddings, want a causal LM or its head")
+            raise ValueError(f"model is {kind_of(model)} without output embeddings, want a causal LM or its head")
     weight, bias = _effective("head", module, dtype)
-    return Head(weight, bias, **logit_options(model))
+    return Head(weight, bias, **logit_options(model), vocab_size=_true_vocab_size(model, len(weight)))
 
 
-@torch.no_grad()
-def check_head(model: nn.Module, input_ids: Tensor) -> None:
-    """Compare the logits of `head_of(model)` on the last hidden states with the model's own, in one forward pass.
-
-    Tolerance: max |z_head - z_model| < 0.05 * max(1, max |z_model|), this project's choice, above the rounding of
-    bfloat16. Once at the start of a training run is enough: it finds model families that compute their logits in a way
-    that neither module nor config shows.
-
-    model: a Hugging Face causal LM. input_ids [B, T] int64: a few tokens do.
-
-    Raises ValueError when they differ, and for what `head_of` refuses.
+def causal_lm(model: nn.Module) -> nn.Module:
+    """The module with `get_output_embeddings()` in DistributedDataParallel, FSDP, DeepSpeed's engine, torch.compile and
+    PEFT, one in the other; a module that is none of these is given back.
     """
-    head = head_of(model)
-    found = model(input_ids=input_ids, output_hidden_states=True)
-    wanted = found.logits.float()
-    hidden = found.hidden_states[-1].to(head.weight.dtype)
-    logits = nn.functional.linear(hidden, head.weight, head.bias).float() * head.logit_scale
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    if logits.shape != wanted.shape:
-        raise ValueError(f"model is {_kind(model)}: its logits are {[*wanted.shape]}, its head's {[*logits.shape]}")
-    error = (logits - wanted).abs().max()
-    if not error < 0.05 * wanted.abs().max().clamp(min=1):
-        raise ValueError(
-            f"model is {_kind(model)}, whose logits are not those of its head on the last hidden states (off by "
-            f"{error:.2g}; known: {', '.join((*SCALES, *SOFTCAPS))} of the config): pass hidden states, weight, "
-            "logit_scale and softcap yourself, as its forward uses them"
-        )
+    inner = model
+    while isinstance(inner, nn.Module) and not hasattr(type(inner), "get_output_embeddings"):
+        inner = next((inner._modules[name] for name in WRAPPED if name in inner._modules), None)
+    return model if inner is None else inner
+
+
+def _true_vocab_size(model, num_rows: int) -> int | None:
+    """How many of the head's rows the config counts; None: all, or nothing is said."""
+    config = _text_config(model)
+    size = getattr(config, "unpadded_vocab_size", None) or getattr(config, "vocab_size", None)
+    return size if isinstance(size, int) and 0 < size < num_rows else None
+
+
+def _text_config(model):
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def logit_options(model: nn.Module) -> dict[str, float]:
     """softcap and logit_scale, where the config of a Hugging Face model names them; empty for a module without."""
-    config = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
+    config = _text_config(model)
     options = {}
     for name, power in SCALES.items():
         value = getattr(config, name, None)
@@ -118,6 +121,15 @@ def logit_options(model: nn.Module) -> dict[str, float]:
     return options
 
 
+def states_divisor(model: nn.Module) -> float:
+    """By what the model's forward divides the last hidden states before its head, where the config has that number as
+    one of SCALES; 1: nothing. As of transformers 5.24: Inkling and MiniCPM3.
+    """
+    config = _text_config(model)
+    before = "logits_scaling" if getattr(config, "model_type", "") == "minicpm3" else "logits_mup_width_multiplier"
+    return float(getattr(config, before, None) or 1)
+
+
 def _effective(name: str, module, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
     """Weight [V,H] and bias [V] with which the module computes; sums with adapters in `dtype`, None: the base's."""
     if type(module) is _peft("peft.utils.other", "ModulesToSaveWrapper"):
@@ -128,7 +140,7 @@ def _effective(name: str, module, dtype: torch.dtype | None = None) -> tuple[Ten
         return _with_lora(name, module, dtype)
     if type(module).__module__.startswith("peft."):
         raise ValueError(
-            f"{name} is {_kind(module)}, want a torch.nn.Linear, LoRA on one, or modules_to_save: merge the adapter "
+            f"{name} is {kind_of(module)}, want a torch.nn.Linear, LoRA on one, or modules_to_save: merge the adapter "
             "for good (merge_and_unload()), or train the head through LoRA or modules_to_save instead"
         )
     weight = getattr(module, "weight", None)
@@ -136,8 +148,8 @@ def _effective(name: str, module, dtype: torch.dtype | None = None) -> tuple[Ten
         check_weight(f"{name}.weight", weight)
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         raise ValueError(
-            f"{name} is {_kind(module)}, want a torch.nn.Linear that keeps its forward (or a causal LM with such a "
-            "head; of a wrapper like DistributedDataParallel pass .module): keep the head out of quantisation, or pass "
+            f"{name} is {kind_of(module)}, want a torch.nn.Linear that keeps its forward (or a causal LM with such a "
+            "head): keep the head out of quantisation, or pass "
             "the ops the weight [V, H] that it computes with"
         )
     _check_called_as_defined(name, module)
@@ -206,94 +218,17 @@ def _names(adapters) -> list[str]:
 
 def _check_called_as_defined(name: str, module: nn.Module) -> None:
     """No hooks on the module, and the forward of its class: both would be passed by where the weight is used alone."""
-    if "forward" in vars(module):
+    forward = vars(module).get("forward")
+    if forward is not None and not getattr(forward, "keeps_product", False):
         raise ValueError(
-            f"{name} is {_kind(module)} with a forward set on the instance (as Accelerate's hooks do), want the "
+            f"{name} is {kind_of(module)} with a forward set on the instance (as Accelerate's hooks do), want the "
             "forward of its class: undo that (accelerate.hooks.remove_hook_from_module), or pass the ops the weight "
             "yourself"
         )
     hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
     if hooks:
+        found = ", ".join(getattr(hook, "__qualname__", kind_of(hook)) for hook in hooks)
         raise ValueError(
-            f"{name} is {_kind(module)} with hooks ({', '.join(getattr(h, '__qualname__', _kind(h)) for h in hooks)}), "
-            "which do not run where its weight is used alone: remove them, or pass the ops the weight yourself if they "
-            "change neither logits nor gradients"
+            f"{name} is {kind_of(module)} with hooks ({found}), which do not run where its weight is used alone: "
+            "remove them, or pass the ops the weight yourself if they change neither logits nor gradients"
         )
-
-
-def _kind(value) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def check_head_arguments(hidden, head_weight, head_bias, targets, *, prefix: str = "") -> None:
-    """hidden [..., H] floating with a row for each of targets [...]; head_weight [V, H] and head_bias [V] (or None),
-    whole, floating, on the device of hidden. Names in messages start with prefix ("teacher_").
-
-    Raises ValueError naming the argument, what was found and what was wanted.
-    """
-    hidden_name, weight_name, bias_name = f"{prefix}hidden", f"{prefix}head_weight", f"{prefix}head_bias"
-    check_whole(hidden_name, hidden)
-    check_weight(weight_name, head_weight)
-    if not isinstance(targets, Tensor):
-        raise ValueError(f"targets is {_kind(targets)}, want a tensor of ids with the shape of {hidden_name}[..., 0]")
-    if hidden.dim() < 1 or hidden.shape[:-1] != targets.shape or not hidden.shape[-1]:
-        wanted = ", ".join(map(str, (*targets.shape, "H")))
-        raise ValueError(f"{hidden_name} is {[*hidden.shape]}, want [{wanted}] for targets {[*targets.shape]}")
-    if head_weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"{weight_name} is {[*head_weight.shape]}, want [V, {hidden.shape[-1]}] for {hidden_name} {[*hidden.shape]}"
-        )
-    if head_bias is not None:
-        check_whole(bias_name, head_bias)
-        if head_bias.shape != head_weight.shape[:1]:
-            raise ValueError(f"{bias_name} is {[*head_bias.shape]}, want [{head_weight.shape[0]}] (or None)")
-    for name, tensor in ((weight_name, head_weight), (bias_name, head_bias), ("targets", targets)):
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"{name} is on {tensor.device}, want {hidden.device}, where {hidden_name} is")
-
-
-def check_weight(name: str, tensor) -> None:
-    """A whole floating [V, H]."""
-    check_whole(name, tensor)
-    if tensor.dim() != 2 or not tensor.numel():
-        raise ValueError(f"{name} is {[*tensor.shape]}, want [V, H]; an empty or flat one is a shard of FSDP: {FSDP}")
-
-
-def check_whole(name: str, tensor) -> None:
-    """A floating tensor that is all there: no module, no shard of one (ZeRO-3, FSDP, DTensor), not quantised."""
-    if isinstance(tensor, nn.Module):
-        raise ValueError(
-            f"{name} is the module {_kind(tensor)}, want a tensor: pass head_of(module).weight, which counts its "
-            "adapters in"
-        )
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} is {_kind(tensor)}, want a tensor")
-    found = f"{type(tensor).__name__} {[*tensor.shape]} of {str(tensor.dtype).removeprefix('torch.')}"
-    if hasattr(tensor, "ds_id") and (not tensor.numel() or "NOT_AVAILABLE" in str(getattr(tensor, "ds_status", ""))):
-        raise ValueError(
-            f"{name} is {found}, partitioned by DeepSpeed ZeRO-3, want all of it: run forward and backward inside "
-            "deepspeed.zero.GatheredParameters([weight])"
-        )
-    if type(tensor).__name__ == "DTensor":
-        raise ValueError(
-            f"{name} is {found}, want a plain tensor. Sharded for data parallelism (FSDP2): {FSDP}, or pass "
-            ".full_tensor(grad_placements=[Partial('avg')]). Vocabulary split by tensor parallelism: pass .to_local() "
-            "and process_group"
-        )
-    if tensor.device.type == "meta":
-        raise ValueError(f"{name} is {found} on the meta device, want data: load it first, without offloading")
-    if tensor.dtype not in FLOAT_DTYPES or hasattr(tensor, "__tensor_flatten__"):
-        raise ValueError(
-            f"{name} is {found}, want a plain tensor of float16, bfloat16, float32 or float64: keep the head out of "
-            "quantisation (modules_to_not_convert, llm_int8_skip_modules), or dequantise it"
-        )
-    if torch.compiler.is_compiling() or not tensor.numel():
-        return
-    try:
-        num_bytes = tensor.untyped_storage().nbytes()
-    except NotImplementedError as error:
-        raise ValueError(
-            f"{name} is {found} without memory of its own (sparse, or under torch.func), want a plain tensor"
-        ) from error
-    if not num_bytes:
-        raise ValueError(f"{name} is {found} whose memory was freed, as FSDP does between uses: {FSDP}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .backend import resolve_backend
 from .chunks import default_logits_dtype, gradient_dtype, useful_chunk_bytes
-from .heads import check_head_arguments
+from .head_arguments import check_head_arguments
 from .shards import Shard, check_group, refuse, shard_of
 from .vocabulary import as_rows, check_row_arguments
 

@@ -12,7 +12,7 @@ from .backend import debugging, resolve_backend
 from .chunks import MAX_CHUNK_BYTES, ChunkedHead, default_logits_dtype, row_bytes
 from .debug import compare_rows
 from .divergence import TokenDivergence, as_divergence, check_kind, divergence_outputs, write_divergence_gradient
-from .heads import check_head_arguments
+from .head_arguments import check_head_arguments
 from .linear_call import (
     as_given,
     fake_gradients,

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from crest_ops.heads import Head, check_head, check_head_arguments, head_of
+from crest_ops import Head, check_head, resolve_head
+from crest_ops.head_arguments import check_head_arguments
 
 V, H = 23, 8
 TINY = {
@@ -57,7 +58,7 @@ def logits_of(head, hidden):
 def assert_own_logits(model, tolerance=1e-6):
     """Of the head on the model's last hidden states; gives both, with their graphs."""
     own = model(input_ids=IDS, output_hidden_states=True)
-    found = logits_of(head_of(model), own.hidden_states[-1])
+    found = logits_of(resolve_head(model), own.hidden_states[-1])
     torch.testing.assert_close(found.to(own.logits.dtype), own.logits, atol=tolerance, rtol=tolerance)
     return found, own.logits
 
@@ -65,16 +66,19 @@ def assert_own_logits(model, tolerance=1e-6):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_families(family):
     model = tiny(family, torch.float32)
-    head = head_of(model)
+    head = resolve_head(model)
     assert head.weight is model.get_output_embeddings().weight and head.bias is None
-    assert head.options == {"head_bias": None, "softcap": None, "logit_scale": 1.0} | FAMILIES[family][2]
+    assert (
+        head.options
+        == {"head_bias": None, "softcap": None, "logit_scale": 1.0, "vocab_size": None} | FAMILIES[family][2]
+    )
     assert_own_logits(model, 1e-5)
     check_head(model, IDS)
 
 
 def test_a_head_alone():
     layer = nn.Linear(H, V)
-    head = head_of(layer)
+    head = resolve_head(layer)
     assert head.weight is layer.weight and head.bias is layer.bias
     assert (head.softcap, head.logit_scale) == (None, 1.0)
 
@@ -87,7 +91,7 @@ def test_a_parametrized_head_is_what_it_computes():
     layer = nn.Linear(H, V, bias=False)
     plain = layer.weight.detach().clone()
     nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
-    assert torch.equal(head_of(layer).weight, 2 * plain)
+    assert torch.equal(resolve_head(layer).weight, 2 * plain)
 
 
 def test_check_head_finds_a_forward_of_another_kind():
@@ -126,14 +130,14 @@ class TestPEFT:
         model = self.lora(family, torch.float32)
         assert_own_logits(model, 1e-5)
         base = model.get_output_embeddings().base_layer.weight
-        assert (head_of(model).weight - base).abs().max() > 0.1
+        assert (resolve_head(model).weight - base).abs().max() > 0.1
         check_head(model, IDS)
 
     def test_lora_by_hand(self):
         layer = self.lora().get_output_embeddings()
         a_RH, b_VR = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         wanted = layer.base_layer.weight + 3.0 * b_VR @ a_RH  # lora_alpha / r = 3
-        torch.testing.assert_close(head_of(layer).weight, wanted)
+        torch.testing.assert_close(resolve_head(layer).weight, wanted)
 
     def test_rank_stabilised_scaling(self):
         assert_own_logits(self.lora(use_rslora=True))
@@ -152,38 +156,38 @@ class TestPEFT:
     def test_two_active_adapters(self):
         model = self.lora()
         model.add_adapter("other", self.config(target_modules=["lm_head"], r=3, lora_alpha=3))
-        one = head_of(model).weight
+        one = resolve_head(model).weight
         model.base_model.set_adapter(["default", "other"])
         assert_own_logits(model)
-        assert (head_of(model).weight - one).abs().max() > 0.1
+        assert (resolve_head(model).weight - one).abs().max() > 0.1
 
     def test_an_adapter_that_is_not_on_the_head(self):
         model = self.lora()
         model.add_adapter("body", self.config(target_modules=["q_proj"]))
         model.set_adapter("body")
         assert_own_logits(model)
-        assert torch.equal(head_of(model).weight, model.get_output_embeddings().base_layer.weight)
+        assert torch.equal(resolve_head(model).weight, model.get_output_embeddings().base_layer.weight)
 
     def test_merged(self):
         model = self.lora()
-        before = head_of(model).weight
+        before = resolve_head(model).weight
         model.merge_adapter()
         assert_own_logits(model)
-        assert head_of(model).weight is model.get_output_embeddings().base_layer.weight
-        torch.testing.assert_close(head_of(model).weight, before)
+        assert resolve_head(model).weight is model.get_output_embeddings().base_layer.weight
+        torch.testing.assert_close(resolve_head(model).weight, before)
 
     def test_disabled(self):
         model = self.lora()
         with model.disable_adapter():
             assert_own_logits(model)
-            assert head_of(model).weight is model.get_output_embeddings().base_layer.weight
+            assert resolve_head(model).weight is model.get_output_embeddings().base_layer.weight
 
     def test_merged_and_disabled_is_refused(self):
         """Its next forward would unmerge the weight."""
         model = self.lora()
         model.merge_adapter()
         with model.disable_adapter(), pytest.raises(ValueError, match=r"merged.*unmerge_adapter"):
-            head_of(model)
+            resolve_head(model)
 
     def test_bias_of_an_adapter(self):
         model = tiny()
@@ -193,14 +197,14 @@ class TestPEFT:
         with torch.no_grad():
             layer.lora_B["default"].bias.fill_(0.5)
         assert_own_logits(model)
-        torch.testing.assert_close(head_of(model).bias, layer.base_layer.bias + 1.5)
+        torch.testing.assert_close(resolve_head(model).bias, layer.base_layer.bias + 1.5)
 
     @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")
     def test_bias_of_an_adapter_on_a_head_without(self):
         layer = self.lora(lora_bias=True).get_output_embeddings()
         with torch.no_grad():
             layer.lora_B["default"].bias.fill_(0.5)
-        assert torch.equal(head_of(layer).bias, torch.full((V,), 1.5, dtype=torch.float64))
+        assert torch.equal(resolve_head(layer).bias, torch.full((V,), 1.5, dtype=torch.float64))
 
     def test_low_precision_base_keeps_its_dtype(self):
         """A float32 adapter on a bfloat16 head is added before the rounding, also under autocast."""
@@ -214,10 +218,10 @@ class TestPEFT:
         base_VH, b_VR, a_RH = (part.weight.double() for part in layers)
         wide = base_VH + 3 * b_VR @ a_RH
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = head_of(model).weight
+            found = resolve_head(model).weight
         assert found.dtype == torch.bfloat16
         assert ((found.double() - wide).abs() <= wide.abs() * 2**-8).all()
-        unrounded = head_of(model, dtype=torch.float32).weight
+        unrounded = resolve_head(model, dtype=torch.float32).weight
         assert unrounded.dtype == torch.float32
         assert torch.allclose(unrounded.double(), wide, rtol=1e-5, atol=1e-5)
 
@@ -229,10 +233,10 @@ class TestPEFT:
         with torch.no_grad():
             wrapper.modules_to_save["default"].weight.add_(1)
         assert_own_logits(model)
-        assert head_of(model).weight is wrapper.modules_to_save["default"].weight
+        assert resolve_head(model).weight is wrapper.modules_to_save["default"].weight
         with model.disable_adapter():
             assert_own_logits(model)
-            assert head_of(model).weight is wrapper.original_module.weight
+            assert resolve_head(model).weight is wrapper.original_module.weight
 
     def test_lora_on_tied_embeddings_alone(self):
         """The model's own head does not see it: neither does ours."""
@@ -244,17 +248,17 @@ class TestPEFT:
         assert_own_logits(model)
         model.train()
         with pytest.raises(ValueError, match=r"head has the adapter 'default' with active dropout .*lora_dropout=0"):
-            head_of(model)
+            resolve_head(model)
 
     def test_dora_is_refused(self):
         with pytest.raises(ValueError, match=r"'default' of kind Dora.*merge_and_unload"):
-            head_of(self.lora(use_dora=True))
+            resolve_head(self.lora(use_dora=True))
 
     def test_variants_of_lora_are_refused(self):
         if "alora_invocation_tokens" not in inspect.signature(self.peft.LoraConfig).parameters:
             pytest.skip("this PEFT has no activated LoRA")
         with pytest.raises(ValueError, match=r"'default' of kind ALoraLinearVariant.*merge_and_unload"):
-            head_of(self.lora(alora_invocation_tokens=[1], task_type="CAUSAL_LM"))
+            resolve_head(self.lora(alora_invocation_tokens=[1], task_type="CAUSAL_LM"))
 
     @pytest.mark.parametrize("kind", ["LoHaConfig", "IA3Config", "VeraConfig", "OFTConfig"])
     def test_other_adapters_are_refused(self, kind):
@@ -265,19 +269,19 @@ class TestPEFT:
             options |= {"oft_block_size": 4}
         model = self.peft.get_peft_model(tiny(), getattr(self.peft, kind)(**options))
         with pytest.raises(ValueError, match=r"head is peft\.tuners.*want a torch.nn.Linear, LoRA on one"):
-            head_of(model)
+            resolve_head(model)
 
     def test_trainable_tokens_of_a_tied_head_are_refused(self):
         config = self.config(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1, 2]})
         model = self.peft.get_peft_model(tiny("tied"), config)
         with pytest.raises(ValueError, match="TrainableTokens"):
-            head_of(model)
+            resolve_head(model)
 
     def test_hooks_inside_an_adapter_are_refused(self):
         layer = self.lora().get_output_embeddings()
         layer.lora_B["default"].register_forward_hook(lambda *_: None)
         with pytest.raises(ValueError, match=r"head\.lora_B\.default .*with hooks"):
-            head_of(layer)
+            resolve_head(layer)
 
 
 def linear_with(**attributes):
@@ -340,7 +344,7 @@ def test_weights_that_are_not_whole(weight, message):
     del layer.weight
     layer.weight = weight()
     with pytest.raises(ValueError, match=rf"^head\.weight is .*{message}"):
-        head_of(layer)
+        resolve_head(layer)
     with pytest.raises(ValueError, match=rf"^head_weight is .*{message}"):
         check(head_weight=weight())
 
@@ -348,7 +352,7 @@ def test_weights_that_are_not_whole(weight, message):
 def test_a_gathered_zero_3_weight_is_taken():
     weight = partitioned("ZeroParamStatus.AVAILABLE", (V, H))
     check(head_weight=weight)
-    assert head_of(linear_with(weight=weight)).weight is weight
+    assert resolve_head(linear_with(weight=weight)).weight is weight
 
 
 @pytest.fixture
@@ -365,12 +369,12 @@ def test_sharded_by_fsdp2(mesh):
 
     layer = fully_shard(nn.Linear(H, V, bias=False), mesh=mesh)
     with pytest.raises(ValueError, match=r"^head\.weight is DTensor .*full_tensor\(grad_placements=.*process_group"):
-        head_of(layer)
+        resolve_head(layer)
     with pytest.raises(ValueError, match=r"^hidden is DTensor"):
         check(hidden=torch.distributed.tensor.distribute_tensor(torch.randn(5, H), mesh))
     layer.unshard()
     with pytest.raises(ValueError, match=r"with hooks \(FSDPState"):  # its gradient is reduced in the module's hooks
-        head_of(layer)
+        resolve_head(layer)
 
 
 def hooked(kind):
@@ -386,7 +390,7 @@ NO_HEADS = {
     "forward of the instance": (lambda: linear_with(forward=lambda x: x), "forward set on the instance"),
     "forward of a subclass": (lambda: Linear4bit(H, V), "Linear4bit, want a torch.nn.Linear that keeps its forward"),
     "another module": (lambda: nn.Embedding(V, H), "Embedding, want a torch.nn.Linear"),
-    "a wrapper": (lambda: nn.Sequential(nn.Linear(H, V)), "Sequential, want .*pass .module"),
+    "a wrapper": (lambda: nn.Sequential(nn.Linear(H, V)), "Sequential, want a torch.nn.Linear"),
     "a tensor": (lambda: torch.randn(V, H), "Tensor, want a torch.nn.Linear"),
     "nothing": (lambda: None, "NoneType, want a torch.nn.Linear"),
 }
@@ -395,19 +399,19 @@ NO_HEADS = {
 @pytest.mark.parametrize("module, message", NO_HEADS.values(), ids=NO_HEADS)
 def test_heads_that_a_weight_does_not_express(module, message):
     with pytest.raises(ValueError, match=rf"^head is .*{message}"):
-        head_of(module())
+        resolve_head(module())
 
 
 def test_a_model_without_a_head():
     with pytest.raises(ValueError, match="LlamaModel without output embeddings"):
-        head_of(tiny().model)
+        resolve_head(tiny().model)
 
 
 def test_a_scale_that_is_none():
     model = tiny("logit_scale")
     model.config.logit_scale = -1.0
     with pytest.raises(ValueError, match="logit_scale of the model's config is -1.0, want a number > 0"):
-        head_of(model)
+        resolve_head(model)
 
 
 def check(**changed):
@@ -421,7 +425,7 @@ def check(**changed):
 
 
 BAD_ARGUMENTS = {
-    "module": ({"head_weight": nn.Linear(H, V)}, r"head_weight is the module .*Linear.*head_of\(module\)\.weight"),
+    "module": ({"head_weight": nn.Linear(H, V)}, r"head_weight is the module .*Linear.*resolve_head\(module\)\.weight"),
     "list": ({"head_weight": [1.0]}, "head_weight is builtins.list, want a tensor"),
     "transposed": ({"head_weight": torch.randn(H, V)}, r"head_weight is \[8, 23\], want \[V, 8\]"),
     "bias shape": ({"head_bias": torch.randn(V + 1)}, r"head_bias is \[24\], want \[23\]"),
@@ -466,4 +470,4 @@ def test_checks_do_not_break_a_graph():
 
 def test_options_are_keyword_arguments():
     head = Head(torch.randn(V, H), softcap=30.0)
-    assert head.options == {"head_bias": None, "softcap": 30.0, "logit_scale": 1.0}
+    assert head.options == {"head_bias": None, "softcap": 30.0, "logit_scale": 1.0, "vocab_size": None}

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from crest_ops import head_of, linear_token_stats
+from crest_ops import linear_token_stats, resolve_head
 from crest_train.cache import GrowingCache, prompt_cache
 from crest_train.chat import Chat
 from crest_train.model import KeyValues, context_length, hidden_states
@@ -160,7 +160,7 @@ def _score(
         position_ids=position_RL.clamp(max=context_length(model) - 1),  # only padding lies further
     )
     counts_RL = torch.arange(widest, device=model.device) < length[:, None]
-    head = head_of(model)
+    head = resolve_head(model)
     logp_RL = hidden_RLH.new_zeros(counts_RL.shape, dtype=torch.float32)
     logp_RL[counts_RL] = linear_token_stats(
         hidden_RLH[counts_RL],

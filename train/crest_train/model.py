@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
-from crest_ops import head_of
+from crest_ops import resolve_head
 from crest_ops.heads import logit_options
 from crest_train.cache import prompt_cache
 from crest_train.config import PolicySection
@@ -117,7 +117,7 @@ def check_policy(model: PreTrainedModel) -> None:
     """Raise ValueError unless the head on the hidden states gives the model's own logits, alone and behind a prompt,
     and has a weight that the loss can be taken from.
     """
-    head_of(model)
+    resolve_head(model)
     ids_BT = torch.arange(1, 5, device=model.device).remainder(model.config.get_text_config().vocab_size)[None]
     wanted = model(input_ids=ids_BT).logits.float()
     with shared_prompt(model, ids_BT[0, :2].tolist()) as cache:

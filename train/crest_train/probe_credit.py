@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from crest_ops import Credit, PPOClip, Signals, Spans, head_of, linear_token_stats
+from crest_ops import Credit, PPOClip, Signals, Spans, linear_token_stats, resolve_head
 from crest_train.config import Config
 from crest_train.model import hidden_states, shared_prompt
 from crest_train.probe_statistics import gradient_sizes
@@ -67,7 +67,7 @@ def token_statistics(
     model: PreTrainedModel, batch: Rollout, config: Config
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-prob, entropy and sum of squared probabilities [B,T] of the policy at the tokens that it wrote; else 0."""
-    head, size = head_of(model), config.training.rows_per_micro_batch
+    head, size = resolve_head(model), config.training.rows_per_micro_batch
     found = [torch.zeros_like(batch.old_logp) for _ in range(3)]
     for prompt, members in batch.by_prompt(batch.policy.any(1).nonzero().flatten().tolist()):
         with shared_prompt(model, prompt) as cache:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from crest_ops import head_of, linear_token_stats
+from crest_ops import linear_token_stats, resolve_head
 from crest_train.chat import Chat
 from crest_train.config import TeacherSection
 from crest_train.contexts import hints, teacher_stream
@@ -52,7 +52,7 @@ def teacher_gap(
     0 too in sessions without a hint, for which no pass is made, and where hints push a token out of the context.
     group [B] int64: which task each session is a rollout of. Runs without gradient, a shared prompt encoded once.
     """
-    head = head_of(model)
+    head = resolve_head(model)
     gap_BT = torch.zeros_like(rollout.old_logp)
     for at, hidden_RH, target_R in _score(model, chat, rollout, group, rows, section, rows_per_micro_batch):
         stats = linear_token_stats(
@@ -77,7 +77,7 @@ def teacher_states(
 
     For distillation over the whole vocabulary; otherwise as `teacher_gap`, on the model's device.
     """
-    head = head_of(model)
+    head = resolve_head(model)
     weight, bias = head.weight.clone(), None if head.bias is None else head.bias.clone()
     place_BT = rollout.policy.flatten().cumsum(0).view_as(rollout.policy) - 1
     total = int(rollout.policy.sum())

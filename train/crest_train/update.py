@@ -14,10 +14,10 @@ from crest_ops import (
     Credit,
     Head,
     Spans,
-    head_of,
     linear_policy_loss,
     linear_token_divergence,
     linear_token_stats,
+    resolve_head,
 )
 from crest_train.config import TrainingSection
 from crest_train.model import policy_hidden, shared_prompt
@@ -141,7 +141,7 @@ def _backward(
         turn_BT = rollout.turn[rows, :length].to(model.device)
         spans = Spans.from_mask(policy_BT, group=torch.arange(len(rows), device=model.device), turn=turn_BT)
         spans = replace(spans, action_of_token=spans.action_of_token[spans.mask])  # of the written positions alone
-    head, target_R = head_of(model), ids_BT[policy_BT]
+    head, target_R = resolve_head(model), ids_BT[policy_BT]
     hidden_RH = policy_hidden(model, ids_BT, policy_BT, cache)
     result = linear_policy_loss(
         hidden_RH,
