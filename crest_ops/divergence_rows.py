@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .rows import LOWEST, SMALLEST, scale_of, scratch_of, shift_rows
+from .rows import ELSEWHERE, LOWEST, SMALLEST, scale_of, scratch_of, shift_rows
 
 FAR = 1e6  # in size, log p - log q of a column that one of the two excludes is larger
 
@@ -40,8 +40,10 @@ def _side(x_RV, target_R, temperature, softcap: float, logit_scale: float, t_RV:
     max_R1, _ = shift_rows(x_RV, None, scale, softcap, logit_scale, t_RV)
     sum_R = torch.exp(t_RV.clamp_(min=SMALLEST), out=exp_RV).sum(1)
     log_sum_R = torch.where(sum_R == 0, 0, sum_R.log())
-    t_target_R, x_target_R = (a_RV.gather(1, target_R[:, None])[:, 0] for a_RV in (t_RV, x_RV))
+    at_R1 = target_R.clamp(min=0)[:, None]
+    t_target_R, x_target_R = (a_RV.gather(1, at_R1)[:, 0] for a_RV in (t_RV, x_RV))
     logp_R = torch.where(x_target_R <= LOWEST, -math.inf, (t_target_R - log_sum_R).clamp(max=0))
+    logp_R = torch.where(target_R == ELSEWHERE, 0, logp_R)
     return _Side(t_RV, exp_RV, max_R1[:, 0], sum_R, log_sum_R, logp_R)
 
 
@@ -145,13 +147,13 @@ def gradient_rows(
     grad_RV.mul_(p_RV)
     if grad_divergence_R.any():
         grad_RV.addcmul_(p_RV.sub_(log_q_RV.exp_()), grad_divergence_R[:, None])
-    rows = torch.arange(len(target_R), device=x_RV.device)
-    grad_RV[rows, target_R] += grad_logp_R
+    rows, here_R, at_R = torch.arange(len(target_R), device=x_RV.device), target_R >= 0, target_R.clamp(min=0)
+    grad_RV[rows, at_R] += torch.where(here_R, grad_logp_R, 0)
     grad_RV.mul_(scale)
     if derivative_RV is not None:
         grad_RV.mul_(derivative_RV)
     idle_R = (grad_logp_R == 0) & (grad_entropy_R == 0) & (grad_student_R == 0) & (grad_divergence_R == 0)
-    dead_R = idle_R | (x_RV[rows, target_R] <= LOWEST)
+    dead_R = idle_R | (here_R & (x_RV[rows, at_R] <= LOWEST))
     if dead_R.any():
         grad_RV[dead_R] = 0
     return grad_RV

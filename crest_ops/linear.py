@@ -15,7 +15,7 @@ from .debug import compare_rows
 from .linear_call import Call, as_given, fake_gradients, part, pick, prepare, wanted_rows
 from .memory import working
 from .rows import BINARY, UNWANTED
-from .shards import combine_shards, reduce_hidden
+from .shards import agreed, combine_shards, reduce_hidden
 from .token_stats import TokenStats, check_outputs, run_stats, write_gradient
 
 if TYPE_CHECKING:
@@ -61,19 +61,21 @@ def linear_token_stats(
         the same other arguments and go backward with the same upstream gradients; each gets the outputs of the whole
         head, bitwise the same, and the gradients of its own rows. reduce_hidden_grad: every rank gets the whole
         gradient of hidden, summed over the ranks once, here; False leaves this rank's part to a caller that sums it
-        (sequence parallel). A head that one rank refuses raises ValueError on all. Each call gathers the sizes of the
-        shards; torch.compile(fullgraph=True) does not go over it.
+        (sequence parallel). What one rank refuses raises ValueError on all. Each call gathers the sizes of the shards
+        and whether all ranks agree, and never inside the loop over chunks, whose number may differ from rank to rank;
+        torch.compile(fullgraph=True) does not go over it.
     max_chunk_bytes: memory for the chunk of logits; at least one row is taken, and at most 4 H. Every chunk reads and
         writes the weight's gradient [V, H] as it adds up: a few rows at a time are slow.
 
     Gives [...] float32 (float64 for float64 operands). Raises ValueError naming the argument, as `token_stats` does,
     and for a head that is empty, sharded or not a tensor.
     """
-    check_outputs(outputs)
-    call = prepare(
-        hidden, head_weight, head_bias, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index,
-        backend, logits_dtype, max_chunk_bytes, process_group,
-    )  # fmt: skip
+    with agreed(process_group):
+        check_outputs(outputs)
+        call = prepare(
+            hidden, head_weight, head_bias, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index,
+            backend, logits_dtype, max_chunk_bytes, process_group,
+        )  # fmt: skip
     entropy = "entropy" in outputs
     logp_N, entropy_N, lse_N, sum_sq_N = token_stats_of(
         call, head_weight, head_bias, entropy, "sum_sq_probs" in outputs, reduce_hidden_grad

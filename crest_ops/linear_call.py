@@ -12,7 +12,7 @@ from torch import Tensor
 from .backend import resolve_backend
 from .chunks import default_logits_dtype, gradient_dtype, useful_chunk_bytes
 from .head_arguments import check_head_arguments
-from .shards import Shard, check_group, refuse, shard_of
+from .shards import Shard, shard_of
 from .vocabulary import as_rows, check_row_arguments
 
 
@@ -48,21 +48,15 @@ def prepare(
     hidden, head_weight, head_bias, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index, backend,
     logits_dtype, max_chunk_bytes, process_group=None,
 ) -> Call:  # fmt: skip
-    """Check the arguments that the linear ops share, before any work."""
-    if process_group is not None:
-        check_group(process_group)
-    try:
-        check_head_arguments(hidden, head_weight, head_bias, targets)
-        if type(max_chunk_bytes) is not int or max_chunk_bytes < 1:
-            raise ValueError(f"max_chunk_bytes is {max_chunk_bytes!r}, want an int > 0")
-        compute_dtype = operand_dtype(hidden, head_weight)
-        logits_dtype = check_logits_dtype(logits_dtype, compute_dtype)
-        backend = resolve_backend(backend, hidden.device, logits_dtype)
-    except ValueError:
-        refuse(process_group, hidden)
-        raise
+    """Check the arguments that the linear ops share, before any work. With a process_group: called where `agreed`."""
+    check_head_arguments(hidden, head_weight, head_bias, targets)
+    if type(max_chunk_bytes) is not int or max_chunk_bytes < 1:
+        raise ValueError(f"max_chunk_bytes is {max_chunk_bytes!r}, want an int > 0")
+    compute_dtype = operand_dtype(hidden, head_weight)
+    logits_dtype = check_logits_dtype(logits_dtype, compute_dtype)
+    backend = resolve_backend(backend, hidden.device, logits_dtype)
     width = head_weight.shape[0]
-    shard = None if process_group is None else shard_of(process_group, width, hidden.device)
+    shard = shard_of(process_group, width)
     total = check_row_arguments(
         targets.shape, shard.total if shard else width, hidden.device, targets, mask, temperature, softcap, logit_scale,
         vocab_size, ignore_index,

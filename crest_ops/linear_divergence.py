@@ -4,6 +4,7 @@ Shape letters: N tokens, H hidden size (the teacher's may differ), V vocabulary,
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from .debug import compare_rows
 from .divergence import TokenDivergence, as_divergence, check_kind, divergence_outputs, write_divergence_gradient
 from .head_arguments import check_head_arguments
 from .linear_call import (
+    Call,
     as_given,
     fake_gradients,
     operand_dtype,
@@ -24,7 +26,11 @@ from .linear_call import (
 )
 from .memory import working
 from .rows import UNWANTED
+from .shards import agreed, combine_divergence, reduce_hidden
 from .vocabulary import check_savable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def linear_token_divergence(
@@ -46,6 +52,8 @@ def linear_token_divergence(
     ignore_index: int = -100,
     backend: str = "auto",
     logits_dtype: torch.dtype | None = None,
+    process_group: "ProcessGroup | None" = None,
+    reduce_hidden_grad: bool = True,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> TokenDivergence:
     """Divergence of student and teacher over the full vocabulary per token, logits of both a chunk at a time.
@@ -64,16 +72,45 @@ def linear_token_divergence(
         the teacher's own; V' >= vocab_size, which is V by default and marks the columns that both share.
     targets [...], kind, jsd_weight, mask, temperature, softcap, logit_scale, vocab_size, ignore_index, backend: as in
         `token_divergence`.
+    process_group, reduce_hidden_grad: as in `linear_token_stats`; the teacher's head is split at the same columns as
+        the student's. For the KLs: jsd is refused, since the mixture of a column needs the sums of all the others, and
+        so a second pass over both heads.
     max_chunk_bytes: memory for the chunks of logits of both models together; at least one row is taken.
 
     Gives [...] float32 (float64 for float64 operands). Raises ValueError naming the argument, as `token_divergence`
     does, and for a head that is empty, sharded or not a tensor.
     """
-    jsd_weight = check_kind(kind, jsd_weight)
-    call = prepare(
-        hidden, head_weight, head_bias, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index,
-        backend, logits_dtype, max_chunk_bytes,
+    with agreed(process_group):
+        jsd_weight = check_kind(kind, jsd_weight)
+        call = prepare(
+            hidden, head_weight, head_bias, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index,
+            backend, logits_dtype, max_chunk_bytes, process_group,
+        )  # fmt: skip
+        if call.shard and jsd_weight:
+            raise ValueError(
+                "kind is 'jsd' and the head is split over a process_group, want 'forward_kl' or 'reverse_kl' there (or "
+                "the whole head on every rank)"
+            )
+        _check_teacher_head(call, hidden, teacher_hidden, teacher_head_weight, teacher_head_bias, targets)
+        teacher_dtype = operand_dtype(teacher_hidden, teacher_head_weight)
+        teacher_logits_dtype = default_logits_dtype(teacher_dtype)
+        if logits_dtype is not None:
+            teacher_logits_dtype = torch.promote_types(teacher_dtype, logits_dtype)
+        widest = torch.promote_types(call.logits_dtype, teacher_logits_dtype)
+        call_backend = resolve_backend(backend, hidden.device, widest)
+    *outputs, _ = torch.ops.crest.linear_token_divergence(
+        call.hidden_NH, head_weight, head_bias, teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]),
+        teacher_head_weight.detach(), None if teacher_head_bias is None else teacher_head_bias.detach(), call.target_N,
+        call.temperature, call.num_columns, call.logit_scale, call.softcap, call.compute_dtype, call.logits_dtype,
+        teacher_dtype, teacher_logits_dtype, max_chunk_bytes, jsd_weight, call_backend,
+        call.shard.name if call.shard else "", reduce_hidden_grad,
     )  # fmt: skip
+    if debugging() and not call.shard:
+        compare_rows(call, head_weight, head_bias, *outputs[:2])
+    return as_divergence(kind, *(output_N.view(targets.shape) for output_N in outputs))
+
+
+def _check_teacher_head(call: Call, hidden, teacher_hidden, teacher_head_weight, teacher_head_bias, targets) -> None:
     check_head_arguments(teacher_hidden, teacher_head_weight, teacher_head_bias, targets, prefix="teacher_")
     check_savable("teacher_hidden", teacher_hidden)
     check_savable("teacher_head_weight", teacher_head_weight)
@@ -84,20 +121,6 @@ def linear_token_divergence(
             f"teacher_head_weight is {[*teacher_head_weight.shape]}, want at least {call.num_columns} rows; vocab_size "
             "names the columns that both vocabularies share"
         )
-    teacher_dtype = operand_dtype(teacher_hidden, teacher_head_weight)
-    teacher_logits_dtype = default_logits_dtype(teacher_dtype)
-    if logits_dtype is not None:
-        teacher_logits_dtype = torch.promote_types(teacher_dtype, logits_dtype)
-    call_backend = resolve_backend(backend, hidden.device, torch.promote_types(call.logits_dtype, teacher_logits_dtype))
-    *outputs, _ = torch.ops.crest.linear_token_divergence(
-        call.hidden_NH, head_weight, head_bias, teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]),
-        teacher_head_weight.detach(), None if teacher_head_bias is None else teacher_head_bias.detach(), call.target_N,
-        call.temperature, call.num_columns, call.logit_scale, call.softcap, call.compute_dtype, call.logits_dtype,
-        teacher_dtype, teacher_logits_dtype, max_chunk_bytes, jsd_weight, call_backend,
-    )  # fmt: skip
-    if debugging():
-        compare_rows(call, head_weight, head_bias, *outputs[:2])
-    return as_divergence(kind, *(output_N.view(targets.shape) for output_N in outputs))
 
 
 def _chunked_heads(
@@ -125,7 +148,8 @@ def linear_token_divergence_op(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, teacher_hidden_NH: Tensor, teacher_weight_VH: Tensor,
     teacher_bias_V: Tensor | None, target_N: Tensor, temperature: Tensor, num_columns: int, logit_scale: float,
     softcap: float, compute_dtype: torch.dtype, logits_dtype: torch.dtype, teacher_dtype: torch.dtype,
-    teacher_logits_dtype: torch.dtype, max_chunk_bytes: int, jsd_weight: float, backend: str,
+    teacher_logits_dtype: torch.dtype, max_chunk_bytes: int, jsd_weight: float, backend: str, group: str,
+    reduce_hidden_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`divergence_outputs` of all rows: five of [N], and the normaliser [4, N]."""
     rows = wanted_rows(target_N != UNWANTED)
@@ -142,7 +166,12 @@ def linear_token_divergence_op(
                 part(temperature_M, here), num_columns, logit_scale, softcap, jsd_weight,
             )  # fmt: skip
             outputs[:, here if rows is None else rows[here]] = torch.cat([torch.stack(found), normaliser_R])
-    return *(output.clone() for output in outputs[:5]), outputs[5:].clone()
+    *found, normaliser = *(output.clone() for output in outputs[:5]), outputs[5:].clone()
+    if group:
+        *found, normaliser = combine_divergence(
+            target_N, found, normaliser, temperature, num_columns, logit_scale, softcap, backend, group
+        )
+    return *found, normaliser
 
 
 @linear_token_divergence_op.register_fake
@@ -157,7 +186,7 @@ def linear_token_divergence_grad_op(
     teacher_bias_V: Tensor | None, target_N: Tensor, temperature: Tensor, saved: Tensor, grads: Tensor,
     num_columns: int, logit_scale: float, softcap: float, compute_dtype: torch.dtype, logits_dtype: torch.dtype,
     teacher_dtype: torch.dtype, teacher_logits_dtype: torch.dtype, max_chunk_bytes: int, jsd_weight: float,
-    backend: str, needs: Sequence[bool],
+    backend: str, group: str, reduce_hidden_grad: bool, needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients by the student's hidden, weight and bias; empty where not needed.
 
@@ -182,6 +211,8 @@ def linear_token_divergence_grad_op(
             student.add_gradients(here, hidden_RH, z_RV)
         teacher.release()
         found = student.gradients()
+    if group and needs[0] and reduce_hidden_grad:
+        found = (reduce_hidden(found[0], group), *found[1:])
     return tuple(hidden_NH.new_empty(0) if gradient is None else gradient for gradient in found)
 
 
@@ -203,7 +234,7 @@ def _backward(ctx, grad_logp, grad_entropy, _, grad_student_kl, grad_divergence,
     grads = torch.stack([torch.zeros_like(entropy_N) if grad is None else grad for grad in grads])
     saved = torch.stack([entropy_N, student_kl_N, divergence_N, *normaliser])
     found = torch.ops.crest.linear_token_divergence_grad(*tensors, saved, grads, *ctx.scalars, needs)
-    return *as_given(found, tensors[:3], needs), *[None] * 15
+    return *as_given(found, tensors[:3], needs), *[None] * 17
 
 
 linear_token_divergence_op.register_autograd(_backward, setup_context=_save)

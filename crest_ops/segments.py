@@ -6,30 +6,48 @@ lies between them is stepped over. An outside value is never used, in value or g
 a NaN inside stays in its segment. Arithmetic and results are float32 (float64 for float64 values); sums are accumulated
 in float64, so that a span of 100,000 tokens has the sum of its values. Two runs agree bitwise on every device.
 
+process_group: segments cross the ranks of the group (context parallel; this project's own). Each rank passes the values
+and ids of its own tokens, any number of them, none included; ids and num_segments are those of the whole batch; what
+rank r holds of a segment comes before what rank r + 1 holds. Each rank gets the result of one process that holds the
+values in rank order: all of [K], its own part of [N]. One value and one id per token are gathered, and every rank works
+on all of them. All ranks call, and go backward if one does: the gradient is that of the sum of the ranks' losses. A
+loss that all ranks compute alike from [K] counts once for each. What one rank refuses raises ValueError on all.
+
 Shape letters: N values, K segments.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .backend import checks_values
+from .context import gather_tokens, own_tokens, token_counts
+from .shards import agreed
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
-def segment_sum(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
+def segment_sum(
+    values: Tensor, ids: Tensor, num_segments: int, *, process_group: "ProcessGroup | None" = None
+) -> Tensor:
     """Sum of each segment: y_k = sum of x_n over ids_n = k; an empty segment has sum 0.
 
     values [N] real, ids [N] int in [-1, K), num_segments = K. Returns [K]. Differentiable in values.
     """
-    values_N, ids_N = _checked(values, ids, num_segments)
+    values_N, ids_N, _ = _checked(values, ids, num_segments, process_group)
     return _sum(values_N, ids_N, num_segments)
 
 
-def segment_mean(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
+def segment_mean(
+    values: Tensor, ids: Tensor, num_segments: int, *, process_group: "ProcessGroup | None" = None
+) -> Tensor:
     """Mean of each segment: y_k = (1/n_k) * sum of x_n over ids_n = k; an empty segment has mean 0.
 
     values [N] real, ids [N] int in [-1, K), num_segments = K. Returns [K]. Differentiable in values.
     """
-    values_N, ids_N = _checked(values, ids, num_segments)
+    values_N, ids_N, _ = _checked(values, ids, num_segments, process_group)
     return _sum(values_N, ids_N, num_segments) / _size(ids_N, num_segments).clamp(min=1)
 
 
@@ -42,66 +60,77 @@ def segment_expand(values: Tensor, ids: Tensor, fill: float = 0.0) -> Tensor:
     return _expand(values, ids, fill)
 
 
-def segment_center(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
+def segment_center(
+    values: Tensor, ids: Tensor, num_segments: int, *, process_group: "ProcessGroup | None" = None
+) -> Tensor:
     """Deviation from the segment's mean: y_n = x_n - mean_k(x); 0 outside, exactly 0 where all members are equal.
 
     values [N] real, ids [N] int in [-1, K), num_segments = K. Returns [N]. Differentiable in values.
     """
-    values_N, ids_N = _checked(values, ids, num_segments)
-    # Measured from the segment's largest value: equal members are then exact zeros, and a large offset costs no digits.
-    shifted_N = values_N - _expand(_max(values_N, ids_N, num_segments), ids_N)
-    shifted_N = torch.where(ids_N < 0, 0, shifted_N)
-    mean_K = _sum(shifted_N, ids_N, num_segments) / _size(ids_N, num_segments).clamp(min=1)
-    return shifted_N - _expand(mean_K, ids_N)
+    values_N, ids_N, here = _checked(values, ids, num_segments, process_group)
+    return _own(_center(values_N, ids_N, num_segments), here)
 
 
-def segment_std(values: Tensor, ids: Tensor, num_segments: int, *, unbiased: bool) -> Tensor:
+def segment_std(
+    values: Tensor, ids: Tensor, num_segments: int, *, unbiased: bool, process_group: "ProcessGroup | None" = None
+) -> Tensor:
     """Standard deviation of each segment: y_k = sqrt(sum (x_n - mean_k)^2 / (n_k - c)), c = 1 if unbiased else 0.
 
     0 for segments of fewer than two members and, exactly, for equal members (there the gradient is 0 as well).
     values [N] real, ids [N] int in [-1, K), num_segments = K. Returns [K]. Differentiable in values.
     """
-    return _root_mean_square(segment_center(values, ids, num_segments), ids.long(), num_segments, unbiased)
+    values_N, ids_N, _ = _checked(values, ids, num_segments, process_group)
+    return _root_mean_square(_center(values_N, ids_N, num_segments), ids_N, num_segments, unbiased)
 
 
-def segment_zscore(values: Tensor, ids: Tensor, num_segments: int, *, unbiased: bool, eps: float) -> Tensor:
+def segment_zscore(
+    values: Tensor, ids: Tensor, num_segments: int, *, unbiased: bool, eps: float,
+    process_group: "ProcessGroup | None" = None,
+) -> Tensor:  # fmt: skip
     """Standard score inside the segment: y_n = (x_n - mean_k) / (std_k + eps); 0 outside.
 
     Exactly 0 where all members of the segment are equal (one member included), also with eps = 0.
     values [N] real, ids [N] int in [-1, K), num_segments = K; unbiased: sample (True) or population (False) std.
     Returns [N]. Differentiable in values. Raises ValueError: eps < 0.
     """
-    if not eps >= 0:
-        raise ValueError(f"eps is {eps}, want eps >= 0")
-    centered_N = segment_center(values, ids, num_segments)
-    scale_K = _root_mean_square(centered_N, ids.long(), num_segments, unbiased) + eps
-    return centered_N / _expand(torch.where(scale_K == 0, 1, scale_K), ids, fill=1.0)
+    with agreed(process_group):
+        if not eps >= 0:
+            raise ValueError(f"eps is {eps}, want eps >= 0")
+    values_N, ids_N, here = _checked(values, ids, num_segments, process_group)
+    centered_N = _center(values_N, ids_N, num_segments)
+    scale_K = _root_mean_square(centered_N, ids_N, num_segments, unbiased) + eps
+    return _own(centered_N / _expand(torch.where(scale_K == 0, 1, scale_K), ids_N, fill=1.0), here)
 
 
-def segment_softmax(values: Tensor, ids: Tensor, num_segments: int) -> Tensor:
+def segment_softmax(
+    values: Tensor, ids: Tensor, num_segments: int, *, process_group: "ProcessGroup | None" = None
+) -> Tensor:
     """Softmax inside the segment: y_n = exp(x_n) / sum of exp(x_m) over ids_m = ids_n; 0 outside.
 
     A member of -inf gets 0, also when all members are -inf. values [N] real, ids [N] int in [-1, K), num_segments = K.
     Returns [N]. Differentiable in values.
     """
-    values_N, ids_N = _checked(values, ids, num_segments)
+    values_N, ids_N, here = _checked(values, ids, num_segments, process_group)
     max_K = _max(values_N, ids_N, num_segments)
     max_K = torch.where(max_K == -torch.inf, 0, max_K)
     weight_N = torch.where(ids_N < 0, 0, (values_N - _expand(max_K, ids_N)).exp())
     total_K = _sum(weight_N, ids_N, num_segments)
-    return weight_N / _expand(torch.where(total_K == 0, 1, total_K), ids_N, fill=1.0)
+    return _own(weight_N / _expand(torch.where(total_K == 0, 1, total_K), ids_N, fill=1.0), here)
 
 
-def segment_discounted_sum(values: Tensor, ids: Tensor, gamma: float) -> Tensor:
+def segment_discounted_sum(
+    values: Tensor, ids: Tensor, gamma: float, *, process_group: "ProcessGroup | None" = None
+) -> Tensor:
     """Discounted sum from each member to its segment's end: y_n = x_n + gamma * y_next(n), y = 0 past the end.
 
     next(n) is the next member of the same segment; 0 outside. Distances double from step to step, so a segment of n
     members takes log2(n) additions and keeps float32's accuracy. values [N] real, ids [N] int (-1 outside), gamma in
     [0, 1]. Returns [N]. Differentiable in values. Raises ValueError: gamma outside [0, 1].
     """
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma is {gamma}, want 0 <= gamma <= 1")
-    values_N, ids_N = _checked(values, ids, None)
+    with agreed(process_group):
+        if not 0 <= gamma <= 1:
+            raise ValueError(f"gamma is {gamma}, want 0 <= gamma <= 1")
+    values_N, ids_N, here = _checked(values, ids, None, process_group)
     sorted_ids_N, order_N = torch.sort(ids_N, stable=True)
     sums_N = values_N[order_N]
     distance, factor = 1, float(gamma)
@@ -110,22 +139,24 @@ def segment_discounted_sum(values: Tensor, ids: Tensor, gamma: float) -> Tensor:
         ahead_n = torch.where(same_n, sums_N[distance:], 0)
         sums_N = torch.cat([sums_N[:-distance] + factor * ahead_n, sums_N[-distance:]])
         distance, factor = 2 * distance, factor * factor
-    return _unsorted(torch.where(sorted_ids_N < 0, 0, sums_N), order_N)
+    return _own(_unsorted(torch.where(sorted_ids_N < 0, 0, sums_N), order_N), here)
 
 
 def segment_difference(
-    values: Tensor, ids: Tensor, num_segments: int, *, first: Tensor | None = None, last: Tensor | None = None
-) -> Tensor:
+    values: Tensor, ids: Tensor, num_segments: int, *, first: Tensor | None = None, last: Tensor | None = None,
+    process_group: "ProcessGroup | None" = None,
+) -> Tensor:  # fmt: skip
     """Temporal difference with boundary: y_n = x_next(n) - x_n, so that a segment sums to last_k - first_k; 0 outside.
 
     first [K] replaces the value of a segment's first member (None: the value stands); last [K] is what follows a
     segment's last member (None: 0). values [N] real, ids [N] int in [-1, K), num_segments = K. Returns [N].
     Differentiable in values, first and last. Raises ValueError: first or last not [K].
     """
-    for name, bound in (("first", first), ("last", last)):
-        if bound is not None and [*bound.shape] != [num_segments]:
-            raise ValueError(f"{name} has shape {[*bound.shape]}, want [{num_segments}]")
-    values_N, ids_N = _checked(values, ids, num_segments)
+    with agreed(process_group):
+        for name, bound in (("first", first), ("last", last)):
+            if bound is not None and [*bound.shape] != [num_segments]:
+                raise ValueError(f"{name} has shape {[*bound.shape]}, want [{num_segments}]")
+    values_N, ids_N, here = _checked(values, ids, num_segments, process_group)
     sorted_ids_N, order_N = torch.sort(ids_N, stable=True)
     edge = torch.ones_like(sorted_ids_N[:1], dtype=torch.bool)
     change_n = sorted_ids_N[1:] != sorted_ids_N[:-1]
@@ -135,11 +166,33 @@ def segment_difference(
     last = values_N.new_zeros(num_segments) if last is None else last.to(here_N.dtype)
     after_N = torch.cat([here_N[1:], here_N[:1]])
     after_N = torch.where(torch.cat([change_n, edge]), _expand(last, sorted_ids_N), after_N)
-    return _unsorted(torch.where(sorted_ids_N < 0, 0, after_N - here_N), order_N)
+    return _own(_unsorted(torch.where(sorted_ids_N < 0, 0, after_N - here_N), order_N), here)
 
 
-def _checked(values: Tensor, ids: Tensor, num_segments: int | None) -> tuple[Tensor, Tensor]:
-    """Values in the dtype of the arithmetic with zeros outside, ids as int64."""
+def _checked(
+    values: Tensor, ids: Tensor, num_segments: int | None, process_group
+) -> tuple[Tensor, Tensor, slice | None]:
+    """Values in the dtype of the arithmetic with zeros outside and ids as int64, those of all ranks of a group; where
+    this rank's own lie among them, None where they are all.
+    """
+    counts_W = None
+    with agreed(process_group):
+        _check_values(values, ids, num_segments)
+        values_N = torch.where(ids < 0, 0, values if values.dtype == torch.float64 else values.float())
+        if process_group is not None and process_group.size() > 1:
+            counts_W = token_counts(process_group, values_N, num_segments)
+    if counts_W is None:
+        return values_N, ids.long(), None
+    values_N, ids_N = (gather_tokens(tensor, process_group, counts_W) for tensor in (values_N, ids.long()))
+    return values_N, ids_N, own_tokens(process_group, counts_W)
+
+
+def _own(result_N: Tensor, here: slice | None) -> Tensor:
+    return result_N if here is None else result_N[here]
+
+
+def _check_values(values: Tensor, ids: Tensor, num_segments: int | None) -> None:
+    """Raises ValueError: values no real [N] tensor, ids no ids of them."""
     if not isinstance(values, Tensor) or values.dim() != 1 or values.is_complex():
         found = f"{[*values.shape]} {values.dtype}" if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(f"values is {found}, want a real tensor [N]")
@@ -148,8 +201,6 @@ def _checked(values: Tensor, ids: Tensor, num_segments: int | None) -> tuple[Ten
         raise ValueError(f"values has shape {[*values.shape]} and ids {[*ids.shape]}, want both [N]")
     if values.device != ids.device:
         raise ValueError(f"values is on {values.device} and ids on {ids.device}, want one device")
-    values = values if values.dtype == torch.float64 else values.float()
-    return torch.where(ids < 0, 0, values), ids.long()
 
 
 def _check_ids(ids: Tensor, num_segments: int | None) -> None:
@@ -169,6 +220,14 @@ def _check_ids(ids: Tensor, num_segments: int | None) -> None:
 def _expand(values: Tensor, ids: Tensor, fill: float = 0.0) -> Tensor:
     padded = torch.cat([values, values.new_full((1,), fill)])
     return padded[ids.long()]
+
+
+def _center(values_N: Tensor, ids_N: Tensor, num_segments: int) -> Tensor:
+    # Measured from the segment's largest value: equal members are then exact zeros, and a large offset costs no digits.
+    shifted_N = values_N - _expand(_max(values_N, ids_N, num_segments), ids_N)
+    shifted_N = torch.where(ids_N < 0, 0, shifted_N)
+    mean_K = _sum(shifted_N, ids_N, num_segments) / _size(ids_N, num_segments).clamp(min=1)
+    return shifted_N - _expand(mean_K, ids_N)
 
 
 def _size(ids_N: Tensor, num_segments: int) -> Tensor:

@@ -257,7 +257,7 @@ def test_opcheck(jsd_weight):
     student, teacher = models()
     y = torch.where(torch.arange(N) % 3 == 0, -1, targets_of(N, high=V))
     float32 = torch.float32
-    scalars = (V, 1.0, 0.0, float32, float32, float32, float32, 1 << 13, jsd_weight, "torch")
+    scalars = (V, 1.0, 0.0, float32, float32, float32, float32, 1 << 13, jsd_weight, "torch", "", True)
     tensors = [tensor.requires_grad_() for tensor in student] + teacher + [y, torch.ones(1)]
     torch.library.opcheck(torch.ops.crest.linear_token_divergence, (*tensors, *scalars))
     with torch.no_grad():
