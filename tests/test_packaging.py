@@ -67,7 +67,7 @@ def test_arrows_run_one_way():
     """train, bench -> crest_ops -> crest_kernels, and the kernels import nothing of ours but each other, relatively."""
     for source in (ROOT / "crest_ops").rglob("*.py"):
         assert "crest_train" not in source.read_text() and "crest_bench" not in source.read_text(), source
-    for source in (ROOT / "kernels").rglob("*.py"):
+    for source in (ROOT / "kernels" / "crest_kernels").rglob("*.py"):
         imports = [line for line in source.read_text().splitlines() if line.startswith(("import ", "from "))]
         assert all(line.split()[1].split(".")[0] in ("", "math", "os", "torch", "triton") for line in imports), (
             source,

@@ -14,8 +14,13 @@ from types import MappingProxyType
 from typing import Any
 
 import triton
-from crest_kernels import divergence, divergence_grad, policy_loss, teacher_pair, token_stats
 from crest_kernels.device import GRAD_TILES, STATS_TILES
+from crest_kernels.divergence import PAIR_TILES, jsd_kernel, kl_kernel
+from crest_kernels.divergence_grad import TILES as PAIR_GRAD_TILES
+from crest_kernels.divergence_grad import divergence_grad_kernel
+from crest_kernels.policy_loss import ROW_LANES, policy_loss_kernel
+from crest_kernels.teacher_pair import teacher_pair_kernel
+from crest_kernels.token_stats import tile_options, token_stats_grad_kernel, token_stats_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
@@ -229,7 +234,7 @@ _ALIGNED = (
     "logits_ptr", "teacher_ptr", "grad_ptr", "num_columns", "width", "stride_batch", "stride_row",
     "stride_teacher_batch", "stride_teacher_row", "stride_grad_batch", "stride_grad_row",
 )  # fmt: skip
-_LANES, _VECTOR, _WARPS = token_stats.tile_options(VOCABULARY, LOGIT_BITS // 8)
+_LANES, _VECTOR, _WARPS = tile_options(VOCABULARY, LOGIT_BITS // 8)
 
 
 def _ours(name: str, role: str, fn: triton.JITFunction, logits_per_thread: int, **constexprs) -> Kernel:
@@ -240,39 +245,39 @@ def _ours(name: str, role: str, fn: triton.JITFunction, logits_per_thread: int, 
 
 KERNELS = [
     _ours(
-        "token_stats", "stats", token_stats.token_stats_kernel, STATS_TILES.value * _VECTOR,
+        "token_stats", "stats", token_stats_kernel, STATS_TILES.value * _VECTOR,
         SOFTCAP=False, SUM_SQ=False, LANES=_LANES, VEC=_VECTOR,
     ),
     *(
         _ours(
-            f"token_stats_{role}", role, token_stats.token_stats_grad_kernel, GRAD_TILES.value * _VECTOR,
+            f"token_stats_{role}", role, token_stats_grad_kernel, GRAD_TILES.value * _VECTOR,
             ENTROPY=role == "grad_entropy", SOFTCAP=False, BLOCK=_LANES * _VECTOR,
         )
         for role in ("grad", "grad_entropy")
     ),
     _ours(
-        "teacher_pair", "pair", teacher_pair.teacher_pair_kernel, STATS_TILES.value * _VECTOR,
+        "teacher_pair", "pair", teacher_pair_kernel, STATS_TILES.value * _VECTOR,
         SOFTCAP=False, LANES=_LANES, VEC=_VECTOR, TEACHER_VEC=_VECTOR,
     ),
     *(
         _ours(
-            f"policy_loss{suffix}", f"fused{suffix}", policy_loss.policy_loss_kernel, STATS_TILES.value * _VECTOR,
-            ENTROPY=bool(suffix), SOFTCAP=False, LANES=policy_loss.ROW_LANES, VEC=_VECTOR,
+            f"policy_loss{suffix}", f"fused{suffix}", policy_loss_kernel, STATS_TILES.value * _VECTOR,
+            ENTROPY=bool(suffix), SOFTCAP=False, LANES=ROW_LANES, VEC=_VECTOR,
         )
         for suffix in ("", "_entropy")
     ),
     _ours(
-        "divergence_kl", "pair", divergence.kl_kernel, 2 * divergence.PAIR_TILES.value * _VECTOR,
+        "divergence_kl", "pair", kl_kernel, 2 * PAIR_TILES.value * _VECTOR,
         SOFTCAP=False, LANES=_LANES, VEC=_VECTOR,
     ),
     _ours(
-        "divergence_jsd", "pair", divergence.jsd_kernel, STATS_TILES.value * _VECTOR,
+        "divergence_jsd", "pair", jsd_kernel, STATS_TILES.value * _VECTOR,
         SOFTCAP=False, LANES=_LANES, VEC=_VECTOR,
     ),
     *(
         _ours(
-            f"divergence_{kind}_grad", "grad_pair", divergence_grad.divergence_grad_kernel,
-            2 * divergence_grad.TILES.value * _VECTOR, JSD=kind == "jsd", SOFTCAP=False, BLOCK=_LANES * _VECTOR,
+            f"divergence_{kind}_grad", "grad_pair", divergence_grad_kernel,
+            2 * PAIR_GRAD_TILES.value * _VECTOR, JSD=kind == "jsd", SOFTCAP=False, BLOCK=_LANES * _VECTOR,
         )
         for kind in ("kl", "jsd")
     ),

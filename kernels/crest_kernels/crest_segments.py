@@ -104,7 +104,9 @@ def crest_segments(
     logp, teacher_logp, old_logp, uncertainty, live, turn_of_token, turn_advantage, weight, ends,
     *, lam, eps, tau, rho, std_eps, low, high, dual,
 ):  # fmt: skip
-    """Per-token tensors [N] float32 (live bool, turn_of_token int32), turn_advantage [K], ends [spans] int64: a span
+    """CrEST's credit, clipped surrogate and its slope of every token, in one launch (CrEST, arXiv 2608.13179).
+
+    Per-token tensors [N] float32 (live bool, turn_of_token int32), turn_advantage [K], ends [spans] int64: a span
     covers the positions from the end of the one before it; the last end is N. dual None: no dual clip.
 
     Returns (weight * value, weight * slope, ratio, clipped, phi), 0 where not live.

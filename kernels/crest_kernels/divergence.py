@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .arguments import check_rows
 from .device import (
+    ELSEWHERE,
     LN2,
     LOWEST,
     cap_logits,
@@ -21,7 +23,7 @@ from .device import (
     row_sums,
     scaled,
 )
-from .token_stats import LENGTHS, row_strides, store_stats, store_unwanted, tile_options
+from .token_stats import LENGTHS, PER_ROW, row_strides, store_stats, store_unwanted, tile_options
 
 PAIR_TILES = tl.constexpr(5)  # loads in flight of each row: as many as leave 4 rows on a multiprocessor
 VISIT_TILES = tl.constexpr(2)  # the same, where both rows are normalised already
@@ -108,7 +110,7 @@ def log2_or_0(s):
     return tl.where(s == 0, 0.0, tl.log2(s))
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=PER_ROW)
 def kl_kernel(
     logits_ptr, teacher_ptr, target_ptr, temperature_ptr, logp_ptr, entropy_ptr, teacher_logp_ptr,
     student_kl_ptr, divergence_ptr, normaliser_ptr, num_rows, rows_per_batch, num_columns, stride_batch, stride_row,
@@ -118,7 +120,7 @@ def kl_kernel(
     # student_kl = KL(p || q) = r / s + log2(z / s),  divergence = KL(q || p) = -f / z + log2(s / z).
     row = tl.program_id(0)
     y = tl.load(target_ptr + row)
-    if y < 0:
+    if (y < 0) & (y != ELSEWHERE):
         store_unwanted_pair(
             row, num_rows, logp_ptr, entropy_ptr, teacher_logp_ptr, student_kl_ptr, divergence_ptr,
             normaliser_ptr,
@@ -166,10 +168,12 @@ def kl_kernel(
         student, teacher = one_sided(row_ptr, teacher_row_ptr, num_columns, LANES, VEC)
         student_kl = tl.where(student, float("inf"), student_kl)
         teacher_kl = tl.where(teacher, float("inf"), teacher_kl)
-    logp, _ = row_logp(row_ptr, y, num_columns, m_row, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
+    at = tl.maximum(y, 0)
+    logp, _ = row_logp(row_ptr, at, num_columns, m_row, tl.log2(s), scale, logit_scale, softcap, SOFTCAP)
+    logp = tl.where(y == ELSEWHERE, 0.0, logp)
     store_stats(row, num_rows, num_columns, m_row, s, w, logp, logp_ptr, entropy_ptr, normaliser_ptr)
-    logp, _ = row_logp(teacher_row_ptr, y, num_columns, n_row, tl.log2(z), scale, logit_scale, softcap, SOFTCAP)
-    tl.store(teacher_logp_ptr + row, logp)
+    logp, _ = row_logp(teacher_row_ptr, at, num_columns, n_row, tl.log2(z), scale, logit_scale, softcap, SOFTCAP)
+    tl.store(teacher_logp_ptr + row, tl.where(y == ELSEWHERE, 0.0, logp))
     tl.store(student_kl_ptr + row, student_kl)
     tl.store(divergence_ptr + row, teacher_kl)
     tl.store(normaliser_ptr + 2 * num_rows + row, n_row)
@@ -200,7 +204,7 @@ def accumulate_mixture(
     return k_p, k_q
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=PER_ROW)
 def jsd_kernel(
     logits_ptr, teacher_ptr, target_ptr, temperature_ptr, logp_ptr, entropy_ptr, teacher_logp_ptr,
     student_kl_ptr, divergence_ptr, normaliser_ptr, num_rows, rows_per_batch, num_columns, stride_batch, stride_row,
@@ -260,14 +264,19 @@ def pair_options(logits, teacher_logits, num_columns: int) -> tuple[int, int, in
     return tile_options(num_columns, min(logits.element_size(), teacher_logits.element_size()))
 
 
-def token_divergence(logits, teacher_logits, targets, temperature, num_columns, logit_scale, softcap, jsd_weight):
-    """logits [B, T, V] and teacher_logits [B, T, V'] (last dimensions contiguous), targets [B*T] int64 (< 0: not
-    wanted), temperature [B*T] or [1] float32.
+def token_divergence(
+    logits, teacher_logits, targets, temperature, num_columns, logit_scale=1.0, softcap=0.0, jsd_weight=0.0
+):
+    """Divergence of student p and teacher q over the vocabulary, log-probs and entropy of every row.
+
+    logits [B, T, V] and teacher_logits [B, T, V'] (last dimensions contiguous), targets [B*T] int64 (-1: not
+    wanted; -2, of the KLs: ELSEWHERE), temperature [B*T] or [1] float32.
 
     softcap 0.0 means none. Returns (logp, entropy, teacher_logp, student_kl, divergence, normaliser [4, N]), float32.
     jsd_weight 0.0: student_kl = KL(p || q), divergence = KL(q || p). Otherwise, m = (1 - jsd_weight) p + jsd_weight q:
     student_kl = KL(p || m), divergence = (1 - jsd_weight) KL(p || m) + jsd_weight KL(q || m).
     """
+    check_rows(targets, temperature, num_columns, logits=logits, teacher_logits=teacher_logits)
     num_rows = targets.numel()
     logp, entropy, teacher_logp, student_kl, divergence = (
         torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(5)

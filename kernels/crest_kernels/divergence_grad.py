@@ -7,7 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .arguments import check_per_row, check_rows
 from .device import (
+    ELSEWHERE,
     LN2,
     LOWEST,
     cap_derivative,
@@ -21,7 +23,7 @@ from .device import (
     write_zeros,
 )
 from .divergence import log_ratios_to_mixture, pair_options
-from .token_stats import LENGTHS, row_strides
+from .token_stats import LENGTHS, PER_ROW, row_strides
 
 TILES = tl.constexpr(2)  # loads in flight of each row
 
@@ -50,7 +52,7 @@ def pair_gradient_tile(
     return g
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=PER_ROW)
 def divergence_grad_kernel(
     logits_ptr, teacher_ptr, target_ptr, temperature_ptr, entropy_ptr, student_kl_ptr, divergence_ptr, normaliser_ptr,
     grad_logp_ptr, grad_entropy_ptr, grad_student_kl_ptr, grad_divergence_ptr, grad_ptr,
@@ -84,7 +86,8 @@ def divergence_grad_kernel(
     teacher_y = load_logits(teacher_row_ptr + tl.maximum(y, 0), inside, True)
     tl.debug_barrier()  # every thread holds x_y before one may overwrite it
     idle = (g_logp == 0) & (g_entropy == 0) & (g_student_kl == 0) & (g_divergence == 0)
-    if (y < 0) | (x_y.to(tl.float32) <= LOWEST) | idle:
+    outside = (y != ELSEWHERE) & (x_y.to(tl.float32) <= LOWEST)  # as of y = -1, not read
+    if outside | idle:
         write_zeros(out_ptr, 0, width, BLOCK)
         return
     inverse_temperature, scale = row_scale(temperature_ptr, row, stride_temperature, logit_scale, SOFTCAP)
@@ -129,12 +132,20 @@ def divergence_grad_kernel(
 
 def token_divergence_grad(
     grad, logits, teacher_logits, targets, temperature, entropy, student_kl, divergence, normaliser,
-    grad_logp, grad_entropy, grad_student_kl, grad_divergence, num_columns, logit_scale, softcap, jsd_weight,
+    grad_logp, grad_entropy, grad_student_kl, grad_divergence, num_columns, logit_scale=1.0, softcap=0.0,
+    jsd_weight=0.0,
 ):  # fmt: skip
-    """Write d/d logits of the outputs times their gradients into `grad` [B, T, V], which may be `logits` itself.
+    """Write d/d logits of the outputs times their gradients into `grad` [B, T, V], which may be `logits`.
 
-    Where jsd_weight is not 0, grad_student_kl is not looked at.
+    entropy, student_kl, divergence, normaliser as `token_divergence` gave them, gradients [N] float32. Where jsd_weight
+    is not 0, grad_student_kl is not looked at. Raises ValueError: tensors that the kernel would misread.
     """
+    check_rows(targets, temperature, num_columns, logits=logits, teacher_logits=teacher_logits, grad=grad)
+    check_per_row(
+        targets, entropy=entropy, student_kl=student_kl, divergence=divergence, normaliser=normaliser,
+        grad_logp=grad_logp, grad_entropy=grad_entropy, grad_student_kl=grad_student_kl,
+        grad_divergence=grad_divergence,
+    )  # fmt: skip
     num_rows = targets.numel()
     if not num_rows:
         return

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .arguments import check_per_row, check_rows
 from .device import (
     INTERPRETED,
     LOG2E,
@@ -19,7 +20,7 @@ from .device import (
     write_gradient,
     write_zeros,
 )
-from .token_stats import tile_options
+from .token_stats import PER_ROW, tile_options
 
 ROW_LANES = 512  # of a row that has a multiprocessor to itself
 MAX_LOG_RATIO = tl.constexpr(20.0)
@@ -73,7 +74,7 @@ def k3_slope(logp, ref_logp):
     return tl.where(tl.abs(d) <= MAX_LOG_RATIO, -expm1(clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)), 0.0)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=PER_ROW)
 def policy_loss_kernel(
     logits_ptr, target_ptr, temperature_ptr, credit_ptr, weight_ptr, old_logp_ptr, ref_logp_ptr, importance_ptr,
     logp_ptr, entropy_ptr, active_ptr, num_rows, num_columns, width, stride_row, stride_temperature, stride_old,
@@ -135,7 +136,9 @@ def policy_loss(
     logits, targets, temperature, credit, weight, old_logp, ref_logp, importance_weight,
     *, num_columns, logit_scale, softcap, kl_coef, entropy_coef, surrogate,
 ):  # fmt: skip
-    """Overwrite each row of logits [R, W] (last dimension contiguous) with its gradient of the loss
+    """The policy loss's gradient in place of the logits, its log-probs and entropies, in one visit.
+
+    Overwrites each row of logits [R, W] (last dimension contiguous) with its gradient of the loss
 
     sum_r weight_r (importance_weight_r surrogate(logp_r - old_logp_r, credit_r) + kl_coef k3_r - entropy_coef
     entropy_r).
@@ -146,6 +149,10 @@ def policy_loss(
     tau_pos, tau_neg, 0) for SAPO. Returns (logp, entropy) float32 and active [R] bool: the row's gradient is not
     identically 0.
     """
+    check_rows(targets, temperature, num_columns, logits=logits[None])
+    check_per_row(
+        targets, credit=credit, weight=weight, old_logp=old_logp, ref_logp=ref_logp, importance_weight=importance_weight
+    )
     num_rows, width = logits.shape
     logp, entropy = (torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     active = torch.empty(num_rows, dtype=torch.uint8, device=logits.device)

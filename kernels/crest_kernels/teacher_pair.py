@@ -7,11 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
+from .arguments import check_rows
 from .device import row_logp, row_lse, row_pointer, row_scale, row_sums
-from .token_stats import LENGTHS, row_strides, store_stats, store_unwanted, tile_options
+from .token_stats import LENGTHS, PER_ROW, row_strides, store_stats, store_unwanted, tile_options
 
 
-@triton.jit(do_not_specialize=[*LENGTHS, "teacher_rows_per_batch"])
+@triton.jit(do_not_specialize=[*LENGTHS, "teacher_rows_per_batch"], do_not_specialize_on_alignment=PER_ROW)
 def teacher_pair_kernel(
     logits_ptr, teacher_ptr, target_ptr, temperature_ptr, logp_ptr, entropy_ptr, lse_ptr, normaliser_ptr,
     teacher_logp_ptr, num_rows, rows_per_batch, teacher_rows_per_batch, num_columns, stride_batch, stride_row,
@@ -37,11 +38,13 @@ def teacher_pair_kernel(
     tl.store(teacher_logp_ptr + row, logp)
 
 
-def teacher_pair(logits, teacher_logits, targets, temperature, num_columns, logit_scale, softcap):
-    """As `token_stats`, with teacher_logits [B', T', V'] of as many rows; V' >= num_columns.
+def teacher_pair(logits, teacher_logits, targets, temperature, num_columns, logit_scale=1.0, softcap=0.0):
+    """`token_stats` of the student's logits and the teacher's log-prob of the target, in one read of both.
 
-    Returns (logp, entropy, lse, normaliser [2, N], teacher_logp), float32.
+    As `token_stats`, with teacher_logits [B', T', V'] of as many rows; V' >= num_columns. The gradient is
+    `token_stats_grad`. Returns (logp, entropy, lse, normaliser [2, N], teacher_logp), float32.
     """
+    check_rows(targets, temperature, num_columns, logits=logits, teacher_logits=teacher_logits)
     num_rows = targets.numel()
     logp, entropy, lse, teacher_logp = (
         torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(4)

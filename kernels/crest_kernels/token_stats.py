@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .arguments import check_per_row, check_rows
 from .device import (
     ELSEWHERE,
     LOWEST,
@@ -25,7 +26,13 @@ from .device import (
     write_zeros,
 )
 
-LENGTHS = ["num_rows", "rows_per_batch"]  # a kernel is compiled once for batches of any length
+# A kernel is compiled once for batches of any length, wherever its per-row tensors (which may be slices) start.
+LENGTHS = ["num_rows", "rows_per_batch"]
+PER_ROW = [
+    "target_ptr", "temperature_ptr", "entropy_ptr", "normaliser_ptr", "student_kl_ptr", "divergence_ptr",
+    "grad_logp_ptr", "grad_entropy_ptr", "grad_student_kl_ptr", "grad_divergence_ptr", "credit_ptr", "weight_ptr",
+    "old_logp_ptr", "ref_logp_ptr", "importance_ptr",
+]  # fmt: skip
 
 
 @triton.jit
@@ -44,7 +51,7 @@ def store_stats(row, num_rows, num_columns, m, s, w, logp, logp_ptr, entropy_ptr
     tl.store(normaliser_ptr + num_rows + row, tl.log2(s))
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=PER_ROW)
 def token_stats_kernel(
     logits_ptr, target_ptr, temperature_ptr, logp_ptr, entropy_ptr, lse_ptr, sum_sq_ptr, normaliser_ptr,
     num_rows, rows_per_batch, num_columns, stride_batch, stride_row, stride_temperature, logit_scale, softcap,
@@ -70,7 +77,7 @@ def token_stats_kernel(
     tl.store(sum_sq_ptr + row, sum_sq)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=PER_ROW)
 def token_stats_grad_kernel(
     logits_ptr, target_ptr, temperature_ptr, entropy_ptr, normaliser_ptr, grad_logp_ptr, grad_entropy_ptr, grad_ptr,
     num_rows, rows_per_batch, num_columns, width, stride_batch, stride_row, stride_temperature,
@@ -111,17 +118,25 @@ def tile_options(num_columns: int, element_size: int, most_lanes: int = 128) -> 
 
 
 def row_strides(logits: torch.Tensor) -> tuple[int, int, int]:
-    batch_stride, row_stride, _ = logits.stride()
-    return logits.shape[1], batch_stride, row_stride
-
-
-def token_stats(logits, targets, temperature, num_columns, logit_scale, softcap, sum_sq):
-    """logits [B, T, V] (last dimension contiguous), targets [B*T] int64 (-1: not wanted; -2: ELSEWHERE), temperature
-    [B*T] or [1] float32.
-
-    softcap 0.0 means none. Returns (logp, entropy, lse, sum_sq_probs, normaliser [2, N]), float32; sum_sq_probs is 0
-    unless `sum_sq`; `normaliser` holds the row's max and log2 of its sum, for the gradient.
+    """(rows of a batch entry, strides of batch entries and rows); a lone entry's stride, N * V and never used, is 0: a
+    kernel is compiled for its divisibility and for 32 or 64 bits.
     """
+    batch_stride, row_stride, _ = logits.stride()
+    return logits.shape[1], batch_stride if len(logits) > 1 else 0, row_stride
+
+
+def token_stats(logits, targets, temperature, num_columns, logit_scale=1.0, softcap=0.0, sum_sq=False):
+    """Log-prob of the target, entropy and log-sum-exp of every row of logits [B, T, V], in one read.
+
+    logp = z_target - lse, lse = log sum_v exp z_v, entropy = -sum_v p_v log p_v, p = exp(z - lse), over the first
+    num_columns columns of z = cap(logit_scale * logits) / temperature, cap(x) = softcap * tanh(x / softcap); softcap
+    0.0 means none. targets [B*T] int64 (-1: not wanted; -2: ELSEWHERE), temperature [B*T] or [1] float32.
+
+    Returns (logp, entropy, lse, sum_sq_probs, normaliser [2, N]), float32; sum_sq_probs = sum_v p_v^2 is 0 unless
+    `sum_sq`; `normaliser` holds the row's max and log2 of its sum, for the gradient. Raises ValueError: tensors that
+    the kernel would misread.
+    """
+    check_rows(targets, temperature, num_columns, logits=logits)
     num_rows = targets.numel()
     logp, entropy, lse, sum_sq_probs = (
         torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(4)
@@ -142,13 +157,16 @@ def token_stats(logits, targets, temperature, num_columns, logit_scale, softcap,
 
 
 def token_stats_grad(
-    grad, logits, targets, temperature, entropy, normaliser, grad_logp, grad_entropy, num_columns, logit_scale, softcap
-):
-    """Write d/d logits of (grad_logp . logp + grad_entropy . entropy) into `grad` [B, T, V], which may be `logits`
-    itself.
+    grad, logits, targets, temperature, entropy, normaliser, grad_logp, grad_entropy, num_columns, logit_scale=1.0,
+    softcap=0.0,
+):  # fmt: skip
+    """Write d/d logits of (grad_logp . logp + grad_entropy . entropy) into `grad` [B, T, V], which may be `logits`.
 
-    grad_entropy None: no entropy term.
+    entropy and normaliser as `token_stats` gave them; grad_logp, grad_entropy [N] float32; grad_entropy None: no
+    entropy term. Raises ValueError: tensors that the kernel would misread.
     """
+    check_rows(targets, temperature, num_columns, logits=logits, grad=grad)
+    check_per_row(targets, entropy=entropy, normaliser=normaliser, grad_logp=grad_logp, grad_entropy=grad_entropy)
     num_rows = targets.numel()
     if not num_rows:
         return
