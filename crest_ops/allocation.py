@@ -80,7 +80,8 @@ def entropy_gate(
         if mask.shape != ids_N.shape or mask.dtype != torch.bool:
             raise ValueError(f"mask is {[*mask.shape]} {mask.dtype}, want {[*ids_N.shape]} bool")
         ids_N = torch.where(mask, ids_N, -1)
-    return segment_zscore(uncertainty, ids_N, num, unbiased=False, eps=eps).sigmoid()
+    group = spans.process_group
+    return segment_zscore(uncertainty, ids_N, num, unbiased=False, eps=eps, process_group=group).sigmoid()
 
 
 def crest_modulation(
@@ -130,7 +131,7 @@ def softmax_allocation(sign: Tensor, gap: Tensor, spans: Spans, *, eta: float, t
         raise ValueError(f"clip is {clip}, want clip > 0")
     sign_N = segment_expand(sign, spans.action_of_token)
     evidence_N = torch.where(sign_N == 0, 0, sign_N * gap.clamp(-clip, clip) / tau)
-    share_N = segment_softmax(evidence_N, spans.action_of_token, spans.num_actions)
+    share_N = segment_softmax(evidence_N, spans.action_of_token, spans.num_actions, process_group=spans.process_group)
     relative_N = share_N * segment_expand(spans.action_length, spans.action_of_token)
     omega_N = torch.lerp(torch.ones_like(relative_N), relative_N, eta)
     return torch.where(spans.mask, torch.where(sign_N == 0, 1, omega_N), 0)

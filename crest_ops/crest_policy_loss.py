@@ -21,7 +21,7 @@ from .policy_loss import (
     with_gradient,
 )
 from .segments import segment_expand
-from .spans import Spans
+from .spans import Spans, check_whole
 from .surrogates import PPOClip, SurrogateValue
 from .token_stats import logits_gradient, stats_torch
 from .vocabulary import (
@@ -76,6 +76,7 @@ def crest_policy_loss(
     """
     if not isinstance(spans, Spans):
         raise ValueError(f"spans is {type(spans).__name__}, want Spans")
+    check_whole(spans)
     if not isinstance(config, CrestConfig):
         raise ValueError(f"config is {type(config).__name__}, want CrestConfig")
     check_loss_arguments(logits, targets, {"token_weight": token_weight, "old_logp": old_logp}, spans)

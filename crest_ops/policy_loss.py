@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from .backend import checks_values
+from .shards import agreed
 from .spans import Spans
-from .surrogates import MAX_LOG_RATIO, PPOClip, Surrogate, SurrogateValue, check_level, check_surrogate
+from .surrogates import MAX_LOG_RATIO, PPOClip, Surrogate, SurrogateValue, check_level, check_surrogate, ranks_of
 from .token_stats import stats_tensors
 from .vocabulary import FLOAT_DTYPES, check_per_token
 
@@ -72,7 +73,9 @@ def policy_loss(
     credit [...]: signed coefficient. token_weight [...]: the reduction. old_logp [...]: behaviour log-prob of the
         target; None means strictly on policy (ratio 1, gradient of log-prob times credit). ref_logp [...]: needed where
         kl_coef is not 0.
-    surrogate: of `surrogates`; levels above "token" need spans over the same N positions.
+    surrogate: of `surrogates`; levels above "token" need spans over the same N positions. Of a part of spans
+        (`Spans.part`) all ranks call at such a level, those without a policy token too: one log-ratio a token is
+        gathered, and what one rank refuses raises ValueError on all.
     importance_weight [...]: multiplies the surrogate alone (truncated sampler corrections).
     inplace: backward overwrites the logits with their gradient, and bumps their version; a second backward raises.
 
@@ -91,25 +94,16 @@ def policy_loss(
         "ref_logp": ref_logp,
         "importance_weight": importance_weight,
     }
-    check_loss_arguments(logits, targets, per_token, spans)
-    check_coefficients(kl_coef, entropy_coef, ref_logp, surrogate, spans)
-    live_N = live_positions(targets, mask, ignore_index, spans)
-    logp, entropy, _, _ = stats_tensors(
-        logits,
-        targets,
-        live_N.view(targets.shape),
-        temperature,
-        softcap,
-        logit_scale,
-        vocab_size,
-        ignore_index,
-        True,
-        False,
-        inplace,
-        backend,
-    )
+    with agreed(ranks_of(surrogate, spans)):
+        check_loss_arguments(logits, targets, per_token, spans)
+        check_coefficients(kl_coef, entropy_coef, ref_logp, surrogate, spans)
+        live_N = live_positions(targets, mask, ignore_index, spans)
+        logp, entropy, _, _ = stats_tensors(
+            logits, targets, live_N.view(targets.shape), temperature, softcap, logit_scale, vocab_size, ignore_index,
+            True, False, inplace, backend,
+        )  # fmt: skip
+        given = finite_given(per_token, live_N)
     logp_N, entropy_N = logp.reshape(-1), entropy.reshape(-1)
-    given = finite_given(per_token, live_N)
     found = token_losses(logp_N.detach(), entropy_N.detach(), given, surrogate, spans, live_N, kl_coef, entropy_coef)
     loss = composed_loss(found, given["token_weight"], logp_N, entropy_N, entropy_coef)
     return as_policy_loss(loss, found, logp_N, entropy_N, targets.shape)

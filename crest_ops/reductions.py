@@ -5,7 +5,10 @@ policy did not write the token. The denominator is a count of the batch (tokens,
 `total`, a number or 0-d tensor, replaces it where the batch is one piece of a larger one (data parallel, accumulation):
 pieces weighted with the same total add up to the whole. It must be finite and > 0; on CUDA its value is looked at under
 CREST_DEBUG=1 only. Spans that hold no policy token contribute 0 and are not counted, unless a function says so. An
-all-masked batch gives zeros.
+all-masked batch gives zeros. A part of spans (`Spans.part`) has the weights of the whole batch at its tokens.
+
+No function talks to other ranks. In data parallel one all-reduce of each rank's count gives `total`: their sum where
+gradients are summed over ranks, their sum divided by the number of ranks where they are averaged (DDP, FSDP).
 
 Shape letters: N token positions, S actions, K turns, B trajectories.
 """
@@ -29,7 +32,7 @@ def token_mean(spans: Spans, *, total: Total = None) -> Tensor:
 
     total: policy tokens of the whole batch. Raises ValueError: total <= 0.
     """
-    return _weights(spans.mask.double(), _denominator(total, spans.mask.sum()))
+    return _weights(spans.mask.double(), _denominator(total, spans.trajectory_length.sum()))
 
 
 def action_mean(spans: Spans, *, total: Total = None) -> Tensor:

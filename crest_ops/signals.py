@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .backend import checks_values
-from .spans import Spans
+from .spans import Spans, check_whole
 
 DistillKind = Literal["forward_kl", "reverse_kl", "sampled_reverse_kl"]
 
@@ -56,8 +56,9 @@ class Signals:
         Raises ValueError naming the signal, the index, what was found and what was wanted: missing, of the wrong length
         or kind (ids are int, flags bool), not finite (per-token signals: at a policy token), a feedback, role or
         clue score out of range, gold_logp above 0, a cause that is no earlier action of the same trajectory. Values on
-        CUDA are looked at under CREST_DEBUG=1 only.
+        CUDA are looked at under CREST_DEBUG=1 only; spans that are a part are refused.
         """
+        check_whole(spans)
         return tuple(self._checked(spans, name) for name in names)
 
     def _checked(self, spans: Spans, name: str) -> Tensor:

@@ -5,11 +5,16 @@ Shape letters: N token positions, S actions, K turns, B trajectories, G groups, 
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .backend import checks_values
+from .shards import check_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +43,8 @@ class Spans:
     trajectory_of_turn: Tensor
     group_of_trajectory: Tensor
     turn_index: Tensor
+
+    process_group = None  # of a part: the ranks that hold the tokens
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -163,7 +170,35 @@ class Spans:
 
     def to(self, device: torch.device | str) -> "Spans":
         """The same spans on another device."""
-        return Spans(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+        found = Spans(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+        return found if self.process_group is None else found._with_the_wholes(self, self.process_group)
+
+    def part(self, place: Tensor, process_group: "ProcessGroup") -> "Spans":
+        """This rank's tokens of a batch whose tokens are split over ranks: a_n of the part = a_m, m = place_n.
+
+        Context parallel, this project's own: every rank builds the spans of the whole batch and takes its part. Ids,
+        lengths, turns, trajectories and groups stay those of the whole, so that reductions and losses of the parts add
+        up to the whole's. Credit is assigned on the whole: methods refuse a part; take `credit.credit_N[place]`.
+
+        place [n] int: positions of this rank's tokens in the whole, increasing; each token is on one rank, and of every
+            action rank r holds what comes before rank r + 1's. process_group: of these ranks.
+        Raises ValueError: shape or dtype of place, a position outside the batch or out of order, a part of a part.
+        """
+        check_group(process_group)
+        if self.process_group is not None:
+            raise ValueError("spans are a part already: take parts of the whole batch's spans")
+        place = _vector("place", place, (torch.int32, torch.int64)).long()
+        if checks_values(place):
+            _check_range("place", place, self.num_tokens, "token of the batch")
+            _check("place", ~_changes(place) | (_step(place) < 0), "goes back or repeats: want increasing positions")
+        maps = [getattr(self, name) for name in self.__dataclass_fields__]
+        return Spans(maps[0][place], *maps[1:])._with_the_wholes(self, process_group)
+
+    def _with_the_wholes(self, whole: "Spans", process_group) -> "Spans":
+        for name in ("action_length", "turn_length", "trajectory_length"):
+            object.__setattr__(self, name, getattr(whole, name).to(self.action_of_token.device))
+        object.__setattr__(self, "process_group", process_group)
+        return self
 
     @property
     def num_tokens(self) -> int:
@@ -250,6 +285,12 @@ def check_length(name: str, values: Tensor, length: int, letters: str) -> None:
         raise ValueError(f"{name} is {found}, want a real tensor {letters} = [{length}]")
     if [*values.shape] != [length]:
         raise ValueError(f"{name} has shape {[*values.shape]}, want {letters} = [{length}]")
+
+
+def check_whole(spans: Spans) -> None:
+    """Raises ValueError for a part of spans, where tokens of other ranks would be missed."""
+    if spans.process_group is not None:
+        raise ValueError("spans are a part of a batch, want the whole batch's (and take [place] of the result)")
 
 
 def _vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], length: int | None = None) -> Tensor:

@@ -9,6 +9,7 @@ Every surrogate is a frozen dataclass with `evaluate(log_ratio, credit, spans=No
 The ratio. r_n = exp(clip(mean over the span of n of log_ratio, -20, 20)) for the spans of `level`: the token itself,
 its action, its turn or its trajectory. With ratio="sum" the plain sum stands in place of the mean, a different thing
 (the importance weight of the whole span): 100 tokens of 0.01 give exp(1), not exp(0.01). Masked tokens are in neither.
+Of a part of spans (`Spans.part`) the mean is over the tokens of all ranks, which all evaluate it.
 
 The slope is d value_n / d logp_n. Above token level it follows GSPO's token form, arXiv 2507.18071, section 4.3:
 r_n = sg[r_span] * exp(logp_n - sg[logp_n]). Each token carries its own credit through the common ratio; where credit
@@ -205,7 +206,7 @@ def _ratio(
         }[surrogate.level]
         ids = torch.where(inside, of_token, -1)
         reduce = segment_mean if surrogate.ratio == "mean" else segment_sum
-        log_ratio = segment_expand(reduce(log_ratio, ids, num), ids)
+        log_ratio = segment_expand(reduce(log_ratio, ids, num, process_group=spans.process_group), ids)
     free = inside & ~(log_ratio.abs() > MAX_LOG_RATIO)  # NaN is free: it must reach the gradient
     ratio = torch.where(inside, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0)
     return ratio, torch.where(inside, credit.detach().to(dtype), 0), free, inside
@@ -215,6 +216,11 @@ def check_surrogate(surrogate: object) -> None:
     """Raises ValueError for anything but an instance of a surrogate."""
     if not isinstance(surrogate, Surrogate):
         raise ValueError(f"surrogate is {surrogate!r}, want a PPOClip, GSPO, CISPO or SAPO")
+
+
+def ranks_of(surrogate: object, spans: object):
+    """The process group over which a surrogate is averaged; None where it is this rank's alone."""
+    return None if getattr(surrogate, "level", "token") == "token" else getattr(spans, "process_group", None)
 
 
 def check_level(surrogate: Surrogate, spans: Spans | None) -> None:

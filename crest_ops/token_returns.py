@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .segments import segment_difference, segment_discounted_sum
-from .spans import Spans
+from .spans import Spans, check_whole
 
 
 def generalised_advantage(
@@ -84,6 +84,7 @@ def _check_choice(found: str, known: tuple[str, str]) -> None:
 
 
 def _check_length(spans: Spans, **values: Tensor) -> None:
+    check_whole(spans)
     for name, found in values.items():
         if not isinstance(found, Tensor) or found.is_complex() or [*found.shape] != [spans.num_tokens]:
             shape = f"{[*found.shape]} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
