@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..surrogates import CISPO, GSPO, SAPO, PPOClip
+from ..vocabulary import FLOAT_DTYPES, check_per_token
 from .rollouts import action_spans, as_mask, logp_losses, refuse_unknown
 
 SURROGATES = {"ppo": PPOClip, "gspo": GSPO, "cispo": CISPO, "sapo": SAPO}
@@ -60,6 +61,7 @@ def policy_loss(inputs: Any, surrogate: str = "ppo", kl_coef: float = 0.0, **set
     )
     value = found.value
     if inputs.loss_weights is not None:
+        check_per_token("loss_weights", inputs.loss_weights, mask.shape, FLOAT_DTYPES, mask.device)
         value = value * torch.where(mask, inputs.loss_weights, 0)
     metrics = {name: metric for name, metric in found.metrics.items() if name != "num_tokens"}
     return LossOutputs(loss=value.sum(), metrics=metrics)

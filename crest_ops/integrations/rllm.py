@@ -15,13 +15,12 @@ index; this module was checked against that signature, not against the package. 
 Shape letters: B rollouts, T tokens of a padded response; on tinker and fireworks T tokens of one sequence.
 """
 
-import importlib.util
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from .rollouts import SURROGATES, Bounds, action_spans, as_mask, logp_losses
+from .rollouts import SURROGATES, Bounds, action_spans, as_mask, installed, logp_losses
 
 STANDARD = ("eps_clip", "eps_clip_high", "kl_beta")  # that rLLM passes to every loss; kl_beta is the backend's to apply
 SETTINGS = {"crest_ppo": ("clip_ratio_c",), "crest_sapo": ("tau_pos", "tau_neg")}
@@ -63,5 +62,5 @@ def register() -> None:
         register_loss(name)(partial(policy_loss, name))
 
 
-if importlib.util.find_spec("rllm") is not None:
+if installed("rllm"):
     register()

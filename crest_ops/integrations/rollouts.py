@@ -3,6 +3,8 @@
 Shape letters: N token positions, S actions, K turns, B rollouts (trajectories), T padded length.
 """
 
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from ..backend import checks_values
 from ..methods import METHODS
-from ..policy_loss import TokenLosses, finite_given, token_losses, with_gradient
+from ..policy_loss import TokenLosses, check_coefficients, finite_given, token_losses, with_gradient
 from ..segments import segment_sum
 from ..signals import Signals
 from ..spans import Spans
@@ -40,6 +42,11 @@ SURROGATES: Mapping[str, Callable[[Bounds], Surrogate]] = MappingProxyType(
     }
 )
 """The policy losses by the names under which trainers find them; crest_gspo_action averages the ratio per action."""
+
+
+def installed(package: str) -> bool:
+    """Whether a trainer's package can be imported."""
+    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def refuse_unknown(unknown: Mapping[str, Any], where: str) -> None:
@@ -76,14 +83,18 @@ def reward_signals(rewards: Tensor, spans: Spans) -> Signals:
 
     A rollout's reward is the sum of its row. A reward belongs to the last action that began at or before its token:
     that of an action may lie on its last token or on the reply to it. rewards [B, T] real, over the N = B * T
-    positions of spans. Raises ValueError naming the row of a reward that lies before the first action.
+    positions of spans. Raises ValueError naming the row of a reward that is not finite or lies before the first action.
     """
+    rewards = rewards if rewards.dtype == torch.float64 else rewards.float()
     began_BT = spans.action_of_token.view(rewards.shape).cummax(1).values if rewards.numel() else rewards.int()
     if checks_values(rewards):
         early_B = ((began_BT < 0) & (rewards != 0)).any(1) & (spans.trajectory_length > 0)
-        if early_B.any():
-            row = int(early_B.nonzero()[0])
-            raise ValueError(f"rewards[{row}] has a reward before the row's first action: want it on or after a token")
+        for bad_B, problem in (
+            (~rewards.isfinite().all(1), "holds a value that is not finite"),
+            (early_B, "has a reward before the row's first action: want it on one of its tokens or on the reply"),
+        ):
+            if bad_B.any():
+                raise ValueError(f"token_level_rewards[{int(bad_B.nonzero()[0])}] {problem}")
     action_reward_S = segment_sum(rewards.flatten(), began_BT.flatten(), spans.num_actions)
     return Signals(
         reward_B=rewards.sum(1),
@@ -144,7 +155,7 @@ def assign_advantages(method: str, config: Any, rewards: Tensor, mask: Tensor, i
 def logp_losses(
     logp: Tensor,
     old_logp: Tensor,
-    credit: Tensor,
+    advantages: Tensor,
     spans: Spans,
     surrogate: Surrogate,
     *,
@@ -154,30 +165,30 @@ def logp_losses(
 ) -> TokenLosses:
     """The credit-weighted loss of each token from log-probs that a trainer computed itself.
 
-    value_n = importance_weight_n * surrogate(r_n, credit_n) + kl_coef * k3_n, r = exp(logp - old_logp); k3, clips and
-    masked tokens as in crest_ops.policy_loss, of which this is the part behind the log-probs. The caller weighs and
-    sums: loss = sum_n token_weight_n * value_n.
+    value_n = importance_weight_n * surrogate(r_n, A_n) + kl_coef * k3_n, r = exp(logp - old_logp); k3, clips and masked
+    tokens as in crest_ops.policy_loss, of which this is the part behind the log-probs. The caller weighs and sums:
+    loss = sum_n token_weight_n * value_n.
 
-    logp [...]: carries the gradient. old_logp, credit, importance_weight, ref_logp [...]: its shape, detached; what
-    they hold where the spans have no action has no part in anything. Returns TokenLosses shaped like logp; value has
-    the gradient slope by logp; metrics without the entropy, which log-probs do not tell.
+    logp [...]: carries the gradient. old_logp, advantages (A), importance_weight, ref_logp [...]: its shape, detached;
+    what they hold where the spans have no action has no part in anything. Returns TokenLosses shaped like logp: value
+    has the gradient slope by logp; metrics without the entropy, which log-probs do not tell.
     Raises ValueError naming the argument: shapes, dtypes, devices, values that are not finite at a policy token.
     """
     check_per_token("logp", logp, getattr(logp, "shape", torch.Size()), FLOAT_DTYPES, spans.mask.device)
     per_token = {
         "old_logp": old_logp,
-        "credit": credit,
+        "advantages": advantages,
         "importance_weight": importance_weight,
         "ref_logp": ref_logp if kl_coef else None,
     }
     for name, value in per_token.items():
-        if value is not None or name in ("old_logp", "credit"):
+        if value is not None or name in ("old_logp", "advantages"):
             check_per_token(name, value, logp.shape, FLOAT_DTYPES, logp.device)
-    if kl_coef and ref_logp is None:
-        raise ValueError(f"kl_coef is {kl_coef}, but there are no reference log-probs: pass them, or kl_coef=0")
+    check_coefficients(kl_coef, 0.0, ref_logp, surrogate, spans)
     logp_N = logp.reshape(-1) if logp.dtype == torch.float64 else logp.reshape(-1).float()
     detached_N = torch.where(spans.mask, logp_N.detach(), 0)
     given = finite_given(per_token, spans.mask)
+    given["credit"] = given.pop("advantages")
     found = token_losses(detached_N, torch.zeros_like(detached_N), given, surrogate, spans, spans.mask, kl_coef, 0.0)
     del found.metrics["entropy"]
     value_N = with_gradient(found.value, logp_N, found.slope, None, None)

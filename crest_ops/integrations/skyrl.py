@@ -17,7 +17,6 @@ every method that needs the outcome alone. What SkyRL cannot do with us, and why
 Shape letters: B rollouts, T padded response.
 """
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,6 +32,7 @@ from .rollouts import (
     check_method,
     check_std,
     given_methods,
+    installed,
     logp_losses,
     refuse_unknown,
 )
@@ -121,5 +121,5 @@ def register() -> None:
         AdvantageEstimatorRegistry.register(f"crest_{method}", advantage_estimator(method))
 
 
-if importlib.util.find_spec("skyrl") is not None:
+if installed("skyrl"):
     register()

@@ -17,7 +17,6 @@ lies on its last token or on the reply to it. What verl cannot do with us, and w
 Shape letters: B rollouts, T padded response.
 """
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -38,6 +37,7 @@ from .rollouts import (
     check_method,
     check_std,
     given_methods,
+    installed,
     logp_losses,
     refuse_unknown,
 )
@@ -109,8 +109,8 @@ def policy_loss(
     spans = action_spans(mask)
     weight_N = token_weight(spans, loss_agg_mode, mask.shape[1], **config.global_batch_info)
     low, high = (config.clip_ratio if x is None else x for x in (config.clip_ratio_low, config.clip_ratio_high))
-    bounds = Bounds(low, high, config.clip_ratio_c, config.tau_pos, config.tau_neg)
-    surrogate = SURROGATES[name](bounds)
+    taus = getattr(config, "tau_pos", 1.0), getattr(config, "tau_neg", 1.05)  # verl's distillation has no such settings
+    surrogate = SURROGATES[name](Bounds(low, high, getattr(config, "clip_ratio_c", 3.0), *taus))
     found = logp_losses(log_prob, old_log_prob, advantages, spans, surrogate, importance_weight=rollout_is_weights)
     loss = (weight_N * found.value.flatten()).sum()
     held = found.clipped & (advantages < 0) & (found.ratio > 1)
@@ -156,5 +156,5 @@ def register() -> None:
         register_adv_est(f"crest_{method}")(advantage_estimator(method))
 
 
-if importlib.util.find_spec("verl") is not None:
+if installed("verl"):
     register()
