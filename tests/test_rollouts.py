@@ -343,7 +343,8 @@ def test_lockstep_smaller_than_the_batch():
 
 def test_sampling_follows_the_probabilities_and_never_leaves_the_support():
     logits = torch.tensor([float("-inf"), 1.0, 2.0, float("-inf"), 0.0, float("-inf")])
-    tokens, logps, entropies = rollouts._sample(logits.expand(20_000, -1), 2.0, torch.Generator().manual_seed(0))
+    uniform = torch.rand(20_000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens, logps, entropies = rollouts._sample(logits.expand(20_000, -1), 2.0, uniform)
     wanted = (logits / 2.0).softmax(-1)
     counts = torch.bincount(torch.tensor(tokens), minlength=6)
     assert (counts[wanted == 0] == 0).all()

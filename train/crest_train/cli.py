@@ -1,5 +1,6 @@
 """The command `crest-train`."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -41,6 +42,7 @@ def run(
     """Train, and leave a folder with configuration, metrics, checkpoint, curves and sampled sessions.
 
     An environment of your own (environment.name = "module:Class") is looked for in the current folder first.
+    On several processes: torchrun --nproc-per-node 2 -m crest_train.cli run ...
     """
     # Imported late: help and mistakes in the configuration need no torch.
     from crest_train.config import load_config
@@ -85,6 +87,7 @@ def compare(
     ] = None,
 ) -> None:
     """Compare methods at equal rollouts, warm start and seeds: one CSV, a table and learning curves."""
+    _refuse_several("compare")
     # Imported late: help needs no torch.
     from crest_train.compare_report import read_rows, report
 
@@ -139,9 +142,12 @@ def probe(
     ] = None,
 ) -> None:
     """Measure the gradient that each method makes of the same rollouts: signal to noise, bias, concentration."""
+    _refuse_several("probe")
     from crest_train.compare_plan import with_changes
     from crest_train.config import load_config
 
+    if seed is not None and seed < 0:
+        raise ValueError(f"--seed: found {seed}, want 0 or more")
     own = policy / "config.toml"
     source = config or (own if own.is_file() else None)
     given = [*(changes or []), *([] if seed is None else [f"run.seed={seed}"])]
@@ -181,8 +187,15 @@ def main() -> None:
         app()
     except (ValueError, OSError, TemplateError, fetching.FetchError) as error:
         words = escape(" ".join(_told(error).split()))
-        Console(stderr=True).print(f"[bold red]error:[/] {words}", soft_wrap=True, highlight=False)
+        which = f" (process {os.environ.get('RANK')})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        Console(stderr=True).print(f"[bold red]error{which}:[/] {words}", soft_wrap=True, highlight=False)
         sys.exit(2)
+
+
+def _refuse_several(command: str) -> None:
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1":
+        raise ValueError(f"crest-train {command}: found WORLD_SIZE={size}, wanted one process; only run takes several")
 
 
 def _told(error: Exception) -> str:

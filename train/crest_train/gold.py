@@ -17,6 +17,7 @@ from crest_ops import linear_token_stats, resolve_head
 from crest_train.cache import GrowingCache, prompt_cache
 from crest_train.chat import Chat
 from crest_train.model import KeyValues, context_length, hidden_states
+from crest_train.ranks import gathered, share
 from crest_train.rollouts import Rollout, Session
 
 
@@ -55,7 +56,7 @@ def gold_logp(
     streams = [_stream(chat, session) for session in batch.sessions]
     boundaries = _boundaries(batch, streams, answer_ids(chat, batch, group))
     found = torch.full((sum(map(len, boundaries)),), torch.nan)
-    for prompt, members in batch.by_prompt(list(range(len(streams)))):
+    for prompt, members in batch.by_prompt(share(list(range(len(streams))))):
         room = context_length(reference) - len(prompt)
         for start in range(0, len(members), rows_per_micro_batch):
             part = members[start : start + rows_per_micro_batch]
@@ -74,6 +75,8 @@ def gold_logp(
             for chunk in _chunks(fitting, budget, context_length(reference)):
                 indices = [boundary.index for boundary in chunk]
                 found[indices] = _score(reference, states, full, chunk, temperature).cpu()
+    for part in gathered(found):
+        found = torch.where(found.isnan(), part, found)
     return _carried(found, [len(own) for own in boundaries])
 
 

@@ -16,6 +16,7 @@ from crest_train.display import progress
 from crest_train.environments import FIRST_HELD_OUT_SEED, make_environment
 from crest_train.evaluate import sampling_of
 from crest_train.model import context_length, policy_logits, shared_prompt
+from crest_train.ranks import share, total, total_gradients
 from crest_train.rollouts import Rollout, demonstrate
 
 Stream = tuple[torch.Tensor, torch.Tensor]
@@ -44,6 +45,7 @@ def imitate(model: PreTrainedModel, chat: Chat, config: Config, console: Console
             optimizer.zero_grad()
             streams = (played.ids, played.policy), _hinted_stream(model, chat, played, config.teacher)
             loss = _accumulate(model, played, streams, hinted, config.training.rows_per_micro_batch)
+            total_gradients(model.parameters())
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.clip, error_if_nonfinite=True)
             optimizer.step()
             show(step + 1, f"loss {loss:.4f}")
@@ -53,15 +55,15 @@ def imitate(model: PreTrainedModel, chat: Chat, config: Config, console: Console
 def _accumulate(
     model: PreTrainedModel, played: Rollout, streams: tuple[Stream, Stream], hinted: torch.Tensor, size: int
 ) -> float:
-    """Add the gradient of the mean negative log-prob over all written tokens, and return that mean.
+    """Add this process's share of the gradient of the mean negative log-prob over all written tokens; return that mean.
 
     streams: the sessions without and with hints; hinted [B] bool: which of the two is taken.
     """
-    total = sum(int(written_BT[hinted == with_hint].sum()) for with_hint, (_, written_BT) in enumerate(streams))
+    num_written = sum(int(written_BT[hinted == with_hint].sum()) for with_hint, (_, written_BT) in enumerate(streams))
     loss = 0.0
     for with_hint, (ids_BT, written_BT) in enumerate(streams):
         chosen = (hinted == with_hint) & written_BT.any(1)
-        for prompt, members in played.by_prompt(chosen.nonzero().flatten().tolist()):
+        for prompt, members in played.by_prompt(share(chosen.nonzero().flatten().tolist())):
             with shared_prompt(model, prompt) as cache:
                 for start in range(0, len(members), size):
                     rows = members[start : start + size]
@@ -69,10 +71,10 @@ def _accumulate(
                     ids, written = (tensor[rows, :length].to(model.device) for tensor in (ids_BT, written_BT))
                     logits_RV = policy_logits(model, ids, written, cache())
                     stats = token_stats(logits_RV, ids[written], outputs=("logp",), **logit_options(model))
-                    part = -stats.logp.sum() / total
+                    part = -stats.logp.sum() / num_written
                     part.backward()
                     loss += float(part.detach())
-    return loss
+    return total(torch.tensor(loss, dtype=torch.float64)).item()
 
 
 def _hinted_stream(model: PreTrainedModel, chat: Chat, played: Rollout, section: TeacherSection) -> Stream:

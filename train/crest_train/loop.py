@@ -21,11 +21,12 @@ from crest_train.fetch import path_of
 from crest_train.imitation import imitate
 from crest_train.model import check_policy, context_length, load_pretrained
 from crest_train.probe_statistics import top_shares
+from crest_train.ranks import first_ahead, from_first, gathered, is_first, joined, weights_from_first
 from crest_train.report import closing_table, draw_curves, grpo_reference
 from crest_train.rollouts import rollout
 from crest_train.run_folder import RunFolder, claim_run
 from crest_train.sessions import Rollout
-from crest_train.signals import Scorers, check_environment, gather, teacher_of
+from crest_train.signals import Scorers, check_environment, gather, reads_gold, teacher_of
 from crest_train.trajectories import trajectories_page
 from crest_train.update import update
 from crest_train.value import StateValue
@@ -37,6 +38,8 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
 
     Everything drawn depends on (seed, step) alone, so that a resumed run is the uninterrupted one. Raises ValueError
     for bad input before any work, and SystemExit (130) when interrupted; a step that a checkpoint holds is never lost.
+    Started by torchrun or accelerate launch, the processes share the work and make the run that one would make, up to
+    rounding (see ranks.py); any number of them can go on with it.
     """
     console = console or Console()
     make_method(config.method)
@@ -45,7 +48,8 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
     check_environment(config)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    with claim_run(config, output) as folder:
+    with joined(config.policy.device), claim_run(config, output) as folder:
+        console = console if is_first() else Console(quiet=True)
         try:
             run(config, folder, console)
         except KeyboardInterrupt:
@@ -58,11 +62,13 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
 
 def run(config: Config, folder: RunFolder, console: Console) -> None:
     """Play, score and learn, step by step, from where the folder is to the end."""
-    done, began = folder.saved_step(), time.perf_counter()
+    done, began = from_first(folder.saved_step()), time.perf_counter()
     if done is None:
-        model, tokenizer = first_policy(config.policy, console)
+        with first_ahead():
+            model, tokenizer = first_policy(config.policy, console)
     else:
         model, tokenizer = folder.restore_policy(config.policy)
+    weights_from_first(model)
     model.eval()  # no dropout: a token's log-prob must not change between the rollout and the update
     check_policy(model)
     chat = make_chat(tokenizer)
@@ -85,7 +91,8 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
         if damaged := folder.forget_after(done):
             console.print(f"metrics.jsonl: left out {damaged} damaged line(s)", highlight=False)
         console.print(f"{folder.path} holds {done} of {config.training.steps} steps: going on", soft_wrap=True)
-    reference = folder.restore_reference(config.policy) if "gold_logp" in asked else None
+    with first_ahead():
+        reference = folder.restore_reference(config.policy) if "gold_logp" in asked else None
     scorers = Scorers(model, chat, reference, value)
     evaluate_where_due(folder, model, chat, config, done, console)
 
@@ -118,7 +125,7 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
             scored = time.perf_counter()
 
             # Credit, and the teacher's distributions where it distils them.
-            credit = assign_credit(spans, signals, config.method, step)
+            credit = from_first(assign_credit(spans, signals, config.method, step))
             assigned = time.perf_counter()
             teacher = teacher_of(credit, batch, group, config, scorers)
 
@@ -154,7 +161,8 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
                 folder.write("trajectories.html", page)
                 folder.save(model, tokenizer, optimizer, step, value and value.state_dict())
             evaluate_where_due(folder, model, chat, config, step, console)
-    finish(folder, config, console)
+    if is_first():
+        finish(folder, config, console)
 
 
 def first_policy(section: PolicySection, console: Console) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -166,13 +174,6 @@ def first_policy(section: PolicySection, console: Console) -> tuple[PreTrainedMo
         model, tokenizer = built_in_policy(console=console)
         return model.to(section.device, getattr(torch, section.dtype)), tokenizer
     return load_pretrained(path_of("smollm2") if section.model == "smollm2" else Path(section.model), section)
-
-
-def reads_gold(config: Config) -> bool:
-    """Whether the ground truth of the sampled sessions is looked at: by the reference, or by the self-teacher."""
-    asked = needs_of(config.method)
-    by_teacher = "teacher_gap_N" in asked and "skill_gap_N" not in asked and config.teacher.context == "ground_truth"
-    return by_teacher or "gold_logp" in asked
 
 
 def session_seeds(config: Config, step: int) -> list[int]:
@@ -199,7 +200,7 @@ def evaluate_where_due(
     """Evaluate, log it and say it: at the first step, the last and those between that are due, each of them once."""
     if not (step in (0, config.training.steps) or due(step, config.evaluation.every)):
         return
-    if any(line["event"] == "evaluation" and line["step"] == step for line in folder.metrics()):
+    if from_first(any(line["event"] == "evaluation" and line["step"] == step for line in folder.metrics())):
         return
     found = evaluate(model, chat, config)
     folder.log("evaluation", step, **found, peak_memory_mib=peak_memory_mib())
@@ -245,11 +246,11 @@ def teacher_metrics(credit: Credit, signals: Signals) -> dict[str, float]:
 
 
 def peak_memory_mib() -> float:
-    """The most memory that this process has held so far: on the GPU where there is one in use, else in RAM."""
+    """The most memory that a process of the run has held so far: on the GPU where there is one in use, else in RAM."""
     if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 2**20
+        return max(gathered(torch.cuda.max_memory_allocated() / 2**20))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+    return max(gathered(peak / 2**20 if sys.platform == "darwin" else peak / 2**10))
 
 
 def finish(folder: RunFolder, config: Config, console: Console) -> None:

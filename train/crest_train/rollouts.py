@@ -1,7 +1,9 @@
 """Plays sessions with the policy, many in lockstep over one key-value cache that is kept across the turns of a session.
 
 Every row feeds exactly as many tokens as every other, forced or sampled (one at a time unless all have more queued):
-all rows share one cache index, no mask is needed, and a session costs one visit per token.
+all rows share one cache index, no mask is needed, and a session costs one visit per token. Several processes (see
+ranks.py) play their shares of the rows in one lockstep too: whoever's turn it is to sample takes the random number that
+would be its own if a single process played them all.
 
 B = sessions, R = rows that sample, H = hidden size, V = vocabulary.
 """
@@ -21,6 +23,7 @@ from crest_train.chat import Chat
 from crest_train.environments.protocol import Environment
 from crest_train.environments.protocol_checks import checked_gold, checked_opening, checked_step
 from crest_train.model import context_length, head_logits, hidden_states, shaped_logits
+from crest_train.ranks import gathered, rank, share, size, total
 from crest_train.sessions import Action, Rollout, Session, as_tensors
 
 
@@ -28,7 +31,7 @@ from crest_train.sessions import Action, Rollout, Session, as_tensors
 class Sampling:
     """How the policy writes: temperature > 0, at most max_action_tokens per action, `rows` sessions in one lockstep.
 
-    gold: record the ground truth of every turn begun.
+    rows: of all processes together. gold: record the ground truth of every turn begun.
     """
 
     temperature: float = 1.0
@@ -59,14 +62,21 @@ def rollout(
     for row, actions in zip(rows, begun or [[]] * len(rows), strict=True):
         for tokens in actions:
             row.write_all(tokens)
-    by_prompt: dict[tuple[int, ...], list[_Row]] = {}
-    for row in rows:
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for place, row in enumerate(rows):
         if not row.over:
-            by_prompt.setdefault(tuple(row.session.prompt), []).append(row)
+            by_prompt.setdefault(tuple(row.session.prompt), []).append(place)
+    sessions = [row.session for row in rows]
+    played: dict[int, Session] = {}
     for prompt, alike in by_prompt.items():
         for start in range(0, len(alike), sampling.rows):
-            _play(model, list(prompt), alike[start : start + sampling.rows], generator, sampling.temperature)
-    return as_tensors([row.session for row in rows], time.perf_counter() - began)
+            mine = share(alike[start : start + sampling.rows])
+            _play(model, list(prompt), [rows[place] for place in mine], generator, sampling.temperature)
+            played |= {place: sessions[place] for place in mine}
+    for part in gathered(played):
+        for place, session in part.items():
+            sessions[place] = session
+    return as_tensors(sessions, time.perf_counter() - began)
 
 
 def demonstrate(
@@ -206,35 +216,54 @@ class _Row:
 def _play(
     model: PreTrainedModel, prompt: list[int], rows: list[_Row], generator: torch.Generator, temperature: float
 ) -> None:
-    """Play the rows, which share a prompt, until all are over."""
+    """Play the rows, which share a prompt, until all are over, here and in the other processes."""
     options = logit_options(model)
     cache = GrowingCache()
     if prompt and rows:
         hidden_states(model, torch.tensor([prompt], device=model.device), cache)
         cache.select([0] * len(rows))
-    while playing := [slot for slot, row in enumerate(rows) if not row.over]:
+    while True:
+        width, num_ready = _next([len(row.pending) for row in rows if not row.over])
+        if not width:
+            return
+        drawn_R1 = torch.rand(sum(num_ready), 1, dtype=torch.float64, device=model.device, generator=generator)
+        uniform_R1 = drawn_R1.split(num_ready)[rank()]
+        playing = [slot for slot, row in enumerate(rows) if not row.over]
+        if not playing:
+            continue
         if 4 * len(playing) <= 3 * len(rows):
             cache.select(playing)
             rows = [rows[slot] for slot in playing]
             playing = range(len(rows))
-        width = min(len(rows[slot].pending) for slot in playing)
         fed = torch.tensor([row.take(width) for row in rows], device=model.device)
         hidden_BH = hidden_states(model, fed, cache)[:, -1]
         ready = [slot for slot in playing if not rows[slot].pending]
         if not ready:
             continue
         logits_RV = shaped_logits(head_logits(model, hidden_BH[ready]), **options)
-        for slot, token, logp, entropy in zip(ready, *_sample(logits_RV, temperature, generator), strict=True):
+        for slot, token, logp, entropy in zip(ready, *_sample(logits_RV, temperature, uniform_R1), strict=True):
             rows[slot].write(token, logp, entropy)
 
 
+def _next(queued: list[int]) -> tuple[int, list[int]]:
+    """How many tokens every row feeds next, 0 when all are over, and how many rows of each process then sample.
+
+    queued: of each row that plays here, how many tokens wait to be fed.
+    """
+    shortest = min(queued, default=0)
+    told_P2 = torch.zeros(size(), 2, dtype=torch.int64)
+    told_P2[rank()] = torch.tensor([shortest, queued.count(shortest)])
+    told = total(told_P2).tolist()
+    width = min((length for length, _ in told if length), default=0)
+    return width, [count if length == width else 0 for length, count in told]
+
+
 def _sample(
-    logits_RV: torch.Tensor, temperature: float, generator: torch.Generator
+    logits_RV: torch.Tensor, temperature: float, uniform_R1: torch.Tensor
 ) -> tuple[list[int], list[float], list[float]]:
     """One token per row, its log-prob and the entropy: where a uniform number falls among the summed probabilities."""
     logp_RV = (logits_RV / temperature).log_softmax(-1)
     sum_RV = logp_RV.exp().cumsum(-1, dtype=torch.float64)
     entropy_R = torch.special.entr(logp_RV.exp()).sum(-1)
-    uniform_R1 = torch.rand(len(logp_RV), 1, dtype=torch.float64, device=logp_RV.device, generator=generator)
     chosen_R1 = torch.searchsorted(sum_RV, uniform_R1 * sum_RV[:, -1:], right=True)
     return chosen_R1.squeeze(1).tolist(), logp_RV.gather(1, chosen_R1).squeeze(1).tolist(), entropy_R.tolist()

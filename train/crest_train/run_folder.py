@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crest_train.config import Config, PolicySection, load_config, to_toml
 from crest_train.model import first_line, read_model, read_pretrained
+from crest_train.ranks import from_first, is_first
 
 _OPTIMIZER, _VALUE, _STATE = "optimizer.safetensors", "value.safetensors", "trainer.json"
 _CONFIG, _METRICS, _LOCK = "config.toml", "metrics.jsonl", ".lock"
@@ -28,6 +29,17 @@ _CONFIG, _METRICS, _LOCK = "config.toml", "metrics.jsonl", ".lock"
 
 @contextmanager
 def claim_run(config: Config, output: Path | None) -> Iterator["RunFolder"]:
+    """The folder that `_claimed` holds; of several processes the first one holds it, and the others only read there."""
+    if is_first():
+        with _claimed(config, output) as folder:
+            from_first(folder.path)
+            yield folder
+    else:
+        yield WatchedFolder(from_first(None))
+
+
+@contextmanager
+def _claimed(config: Config, output: Path | None) -> Iterator["RunFolder"]:
     """The folder of a new run, or of the one to resume, held against every other run until the block ends.
 
     Without `output` a new one: runs/<environment>-<method>-seed<seed>, numbered where that is taken. With it: a folder
@@ -216,6 +228,19 @@ class RunFolder:
             f"{folder or self.checkpoint} is damaged ({first_line(error)}); bring it back from a copy, "
             f"or delete {'it' if folder is None else self.checkpoint} to begin the run again"
         )
+
+
+class WatchedFolder(RunFolder):
+    """The folder of a run in a process that is not the first: what the run is to write there, this one does not."""
+
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint is there."""
+        return self.checkpoint.exists()
+
+    def _leave(self, *_: Any, **__: Any) -> None:
+        pass
+
+    begin = write = log = forget_after = save = save_reference = _leave
 
 
 def _metrics_line(written: str) -> dict[str, Any] | None:

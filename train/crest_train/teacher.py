@@ -14,6 +14,7 @@ from crest_train.chat import Chat
 from crest_train.config import TeacherSection
 from crest_train.contexts import hints, teacher_stream
 from crest_train.model import context_length, hidden_states, shared_prompt
+from crest_train.ranks import share, total
 from crest_train.sessions import Rollout
 
 Place = tuple[torch.Tensor, torch.Tensor]
@@ -59,7 +60,7 @@ def teacher_gap(
             hidden_RH, head.weight, target_R, temperature=temperature, outputs=("logp",), **head.options
         )
         gap_BT[at] = stats.logp.cpu() - rollout.old_logp[at]
-    return gap_BT
+    return total(gap_BT)
 
 
 @torch.no_grad()
@@ -86,7 +87,7 @@ def teacher_states(
     for at, hidden_RH, _ in _score(model, chat, rollout, group, rows, section, rows_per_micro_batch):
         place_R = place_BT[at].to(weight.device)
         hidden[place_R], known[place_R] = hidden_RH.to(hidden.dtype), True
-    return Teacher(hidden, weight, bias, known)
+    return Teacher(total(hidden), weight, bias, total(known.int()).bool())
 
 
 def _score(
@@ -98,9 +99,9 @@ def _score(
     section: TeacherSection,
     rows_per_micro_batch: int,
 ) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
-    """Part by part: places of policy tokens, the hidden states [R,H] that predict them when hinted, the tokens [R]."""
+    """Part by part of a process's share: places of policy tokens, what predicts them when hinted [R,H], tokens [R]."""
     given = hints(rollout, group, section)
-    hinted = [row for row in rows if any(hint is not None for hint in given[row])]
+    hinted = share([row for row in rows if any(hint is not None for hint in given[row])])
     if not hinted:
         return
     ids_BT, position_BT = teacher_stream(chat, rollout, given, section)

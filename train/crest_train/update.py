@@ -4,7 +4,6 @@ B = sessions, T = token positions, N = B*T, R = policy-written positions of a mi
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +20,7 @@ from crest_ops import (
 )
 from crest_train.config import TrainingSection
 from crest_train.model import policy_hidden, shared_prompt
+from crest_train.ranks import share, total, total_gradients
 from crest_train.sessions import Rollout
 from crest_train.teacher import Teacher
 
@@ -43,7 +43,8 @@ def update(
     """Step the optimizer minibatches x epochs times and return metrics: means over the tokens or steps trained on.
 
     The loss of a minibatch is minibatches * sum_N (weight * surrogate + distillation), however it is split into
-    micro-batches: the weights come from the whole rollout. Rows whose credit is all zero are left out of the passes.
+    micro-batches and over processes: the weights come from the whole rollout. Rows whose credit is all zero are left
+    out of the passes.
     teacher: for credit that distils over the whole vocabulary (signals.teacher_of).
     """
     rows = trained_rows(rollout, credit)
@@ -56,21 +57,24 @@ def update(
                 model,
                 rollout,
                 credit,
-                order[part :: section.minibatches],
+                share(order[part :: section.minibatches]),
                 section,
                 temperature=temperature,
                 teacher=teacher,
                 scale=section.minibatches,
             )
             sums = {name: sums[name] + found[name] for name in SUMMED}
+            total_gradients(model.parameters())
             grad_norm += torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip, error_if_nonfinite=True)
             optimizer.step()
             steps += 1
+    sums_M = total(torch.tensor([float(sums[name]) for name in SUMMED], dtype=torch.float64))
+    sums = dict(zip(SUMMED, sums_M.tolist(), strict=True))
     tokens = max(1, sums["tokens"])
-    metrics = {"loss": float(sums["loss"]) / max(1, steps), "grad_norm": float(grad_norm) / max(1, steps)}
-    metrics |= {name: float(sums[name]) / tokens for name in ("entropy", "ratio", "clipped")}
+    metrics = {"loss": sums["loss"] / max(1, steps), "grad_norm": float(grad_norm) / max(1, steps)}
+    metrics |= {name: sums[name] / tokens for name in ("entropy", "ratio", "clipped")}
     if credit.distill_N is not None:
-        metrics["distillation"] = float(sums["distillation"]) / max(1, steps)
+        metrics["distillation"] = sums["distillation"] / max(1, steps)
     return metrics | {"trained_rows": len(rows), "trained_tokens": int(sums["fed"])}
 
 
@@ -136,11 +140,7 @@ def _backward(
     def written(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view_as(rollout.policy)[rows, :length].to(model.device)[policy_BT]
 
-    spans = None
-    if credit.surrogate.level != "token":
-        turn_BT = rollout.turn[rows, :length].to(model.device)
-        spans = Spans.from_mask(policy_BT, group=torch.arange(len(rows), device=model.device), turn=turn_BT)
-        spans = replace(spans, action_of_token=spans.action_of_token[spans.mask])  # of the written positions alone
+    spans = None if credit.surrogate.level == "token" else _written_spans(rollout, rows).to(model.device)
     head, target_R = resolve_head(model), ids_BT[policy_BT]
     hidden_RH = policy_hidden(model, ids_BT, policy_BT, cache)
     result = linear_policy_loss(
@@ -172,6 +172,15 @@ def _backward(
         "tokens": result.logp.numel(),
         "fed": int(rollout.lengths[rows].sum()),
     }
+
+
+def _written_spans(rollout: Rollout, rows: list[int]) -> Spans:
+    """The actions of these rows as recorded, over the positions that the policy wrote alone."""
+    sessions = [rollout.sessions[row] for row in rows]
+    actions = [(len(action.tokens), action.turn, place) for place, s in enumerate(sessions) for action in s.actions]
+    lengths, turn, place = torch.tensor(actions).unbind(1)
+    written = torch.ones_like(lengths, dtype=torch.bool)
+    return Spans.from_lengths(lengths, action=written, turn=turn, trajectory=place, group=torch.arange(len(rows)))
 
 
 def distillation(

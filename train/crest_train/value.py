@@ -22,6 +22,7 @@ from crest_train.config import Config, ValueSection
 from crest_train.continuations import Place, choose_places, continued_reward, generator_of_sessions
 from crest_train.credit import action_reward
 from crest_train.model import policy_hidden, shared_prompt
+from crest_train.ranks import share, total
 from crest_train.sessions import Rollout
 
 
@@ -182,7 +183,7 @@ def boundary_states(model: PreTrainedModel, batch: Rollout, spans: Spans, *, row
     action_BT = spans.action_of_token.view_as(batch.policy).long()
     first_BT = batch.policy & (action_BT != action_BT.roll(1, 1))
     states_SH = torch.zeros(spans.num_actions, model.get_output_embeddings().weight.shape[1], device=model.device)
-    rows = batch.policy.any(1).nonzero().flatten().tolist()
+    rows = share(batch.policy.any(1).nonzero().flatten().tolist())
     for prompt, members in batch.by_prompt(rows):
         with shared_prompt(model, prompt) as cache:
             for start in range(0, len(members), rows_per_micro_batch):
@@ -191,7 +192,7 @@ def boundary_states(model: PreTrainedModel, batch: Rollout, spans: Spans, *, row
                 ids_BT, first = (tensor[part, :length] for tensor in (batch.ids, first_BT))
                 hidden_RH = policy_hidden(model, ids_BT.to(model.device), first.to(model.device), cache())
                 states_SH[action_BT[part, :length][first].to(model.device)] = hidden_RH.float()
-    return states_SH
+    return total(states_SH)
 
 
 def with_place(states_SH: Tensor, batch: Rollout) -> Tensor:
