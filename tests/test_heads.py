@@ -32,7 +32,11 @@ FAMILIES = {
     "logits_scaling divides": ("granite", {"logits_scaling": 4.0}, {"logit_scale": 0.25}),
     "logits_scaling multiplies": ("hyperclovax", {"logits_scaling": 4.0}, {"logit_scale": 4.0}),
     "lm_head_multiplier": ("falcon_h1", {"lm_head_multiplier": 3.0, **MAMBA}, {"logit_scale": 3.0}),
-    "logits_mup_width_multiplier": ("inkling_text", {"logits_mup_width_multiplier": 4.0}, {"logit_scale": 0.25}),
+    "logits_mup_width_multiplier": (
+        "inkling_text",
+        {"logits_mup_width_multiplier": 4.0, "unpadded_vocab_size": 20},
+        {"logit_scale": 0.25, "vocab_size": 20},
+    ),
     "logits_soft_cap": ("recurrent_gemma", {"logits_soft_cap": 1.5, **GRIFFIN}, {"softcap": 1.5}),
 }
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
@@ -58,7 +62,8 @@ def logits_of(head, hidden):
 def assert_own_logits(model, tolerance=1e-6):
     """Of the head on the model's last hidden states; gives both, with their graphs."""
     own = model(input_ids=IDS, output_hidden_states=True)
-    found = logits_of(resolve_head(model), own.hidden_states[-1])
+    head = resolve_head(model)
+    found = logits_of(head, own.hidden_states[-1])[..., : head.vocab_size]
     torch.testing.assert_close(found.to(own.logits.dtype), own.logits, atol=tolerance, rtol=tolerance)
     return found, own.logits
 
