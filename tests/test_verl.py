@@ -81,6 +81,12 @@ def test_micro_batches_add_up_to_the_whole(mode):
     torch.testing.assert_close(torch.cat(pieces), whole)
 
 
+@pytest.mark.parametrize("mode", verl.AGG_MODES)
+@pytest.mark.parametrize("info", [{}, {"dp_size": 2, "batch_num_tokens": 0, "global_batch_size": 0}])
+def test_a_batch_of_which_everything_was_rejected(mode, info):
+    assert (verl.token_weight(action_spans(MASK & False), mode, T, **info) == 0).all()
+
+
 @pytest.mark.parametrize(
     "mode, info, match",
     [

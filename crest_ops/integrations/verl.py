@@ -72,7 +72,8 @@ def token_weight(
     if count is None and dp_size > 1:
         raise ValueError(f"{name} is None and dp_size {dp_size}, want the count over all {dp_size} ranks")
     if count is None:
-        count = (spans.mask.sum() if tokens else (spans.trajectory_length > 0).sum()).clamp(min=1)
+        count = spans.mask.sum() if tokens else (spans.trajectory_length > 0).sum()
+    count = count or 1  # nothing to train on: all weights are 0
     if tokens:
         return token_mean(spans, total=count / dp_size)
     if loss_agg_mode == "seq-mean-token-mean":
