@@ -107,14 +107,14 @@ def _memory_here(provider: str, case: Case, device: str) -> dict[str, int]:
     for rows in WARM_ROWS:
         call(run, inputs.policy_rows(rows))
     gc.collect()
-    before = _restart_peak(device)
+    before = restart_peak(device)
     output, gradients, _, _ = call(run, inputs)
-    peak = _peak(device)
+    peak = peak_bytes(device)
     size = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
     return {"peak": peak - before, "gradients": size}
 
 
-def _restart_peak(device: str) -> int:
+def restart_peak(device: str) -> int:
     """Forget the peak so far; what is held now, in bytes."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -127,7 +127,7 @@ def _restart_peak(device: str) -> int:
     return _status("VmRSS")
 
 
-def _peak(device: str) -> int:
+def peak_bytes(device: str) -> int:
     return torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
 
 
