@@ -201,6 +201,18 @@ def test_turns_of_an_environment(model_folder, monkeypatch):
     torch.testing.assert_close(batch["advantages"], turn_advantages(mask, wanted))
 
 
+def test_asynchronous_rewards_and_arrays(model_folder):
+    """A coroutine that returns tensors of turn rewards says the same as a function that returns lists."""
+
+    async def awaited(completion_ids, **kwargs):
+        return [torch.tensor(rewards) for rewards in per_turn(completion_ids)]
+
+    found, wanted = (
+        scored(scripted_trainer(model_folder, "turn_grpo", dict(reward_funcs=f))) for f in (awaited, per_turn)
+    )
+    assert torch.equal(found["advantages"], wanted["advantages"])
+
+
 def teacher(batch, spans, trainer):
     gap = torch.linspace(-1, 1, spans.num_tokens)
     return {"teacher_gap_N": gap, "skill_gap_N": gap.flip(0)}
@@ -319,6 +331,10 @@ def too_many(completion_ids, **kwargs):
     return [[1.0] * 3] * len(completion_ids)
 
 
+def no_numbers(completion_ids, **kwargs):
+    return [[None]] * len(completion_ids)
+
+
 def short_ids(prompts, trainer):
     return scripted(prompts, trainer) | {"turn_ids": [[0]] * len(prompts)}
 
@@ -328,6 +344,7 @@ def short_ids(prompts, trainer):
     [
         ("turn_grpo", dict(reward_funcs=no_turns), "return a list of numbers"),
         ("turn_grpo", dict(reward_funcs=too_many), "too_many gives 3 turn rewards for rollout 0, which has 2"),
+        ("turn_grpo", dict(reward_funcs=no_numbers), r"no_numbers gives \[None\] for rollout 0, want numbers"),
         ("turn_grpo", dict(rollout_func=short_ids), r"turn_ids\[0\] has 1 entries, want 7"),
         ("crest", dict(signals=lambda *_: {"gap": None}), "signals gave .*gap"),
         ("crest", dict(signals=lambda *_: {}), "teacher_gap_N is missing"),

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import is_async_callable
 
 from ..heads import Head, resolve_head
 from ..hidden_states import hidden_states
@@ -30,6 +29,8 @@ from .trl_credit import (
     check_method,
     groups,
     needs_of,
+    then,
+    turn_list,
     turn_reward,
     turns_of_actions,
     turns_of_tokens,
@@ -112,36 +113,24 @@ class CrestGRPOTrainer(GRPOTrainer):
         self._turns_begun: list[list[int | None]] = []
         self._turn_rewards: dict[int, list] = {}
         self.reward_funcs = [
-            function if isinstance(function, nn.Module) else self._noting_turns(place, function)
+            function if isinstance(function, nn.Module) else then(function, functools.partial(self._note_turns, place))
             for place, function in enumerate(self.reward_funcs)
         ]
 
     # --- rollouts -----------------------------------------------------------------------------------------------------
 
-    def _noting_turns(self, place: int, function: Callable) -> Callable:
-        """The reward function, whose lists of turn rewards are noted under its place and summed for TRL."""
-
-        def noted(rewards):
-            self._turn_rewards[place] = [list(r) if isinstance(r, list | tuple) else None for r in rewards]
-            return [sum(r) if isinstance(r, list | tuple) else r for r in rewards]
-
-        if is_async_callable(function):
-
-            @functools.wraps(function)
-            async def awaited(*args, **kwargs):
-                return noted(await function(*args, **kwargs))
-
-            return awaited
-
-        @functools.wraps(function)
-        def called(*args, **kwargs):
-            return noted(function(*args, **kwargs))
-
-        return called
+    def _note_turns(self, place: int, rewards: list) -> list:
+        """What TRL takes from the reward function at a place: sums of the lists of turn rewards, which are noted."""
+        name = self.reward_func_names[place]
+        turns = [turn_list(name, row, found) for row, found in enumerate(rewards)]
+        self._turn_rewards[place] = turns
+        return [found if of is None else sum(of) for found, of in zip(rewards, turns, strict=True)]
 
     def _generate_single_turn(self, *args, **kwargs):
         """TRL's, after noting the turn that every environment is in: the k-th call writes the k-th action."""
         rewards = [getattr(environment, "turn_rewards", None) for environment in self.environments or []]
+        if not self._turns_begun and any(rewards):
+            raise ValueError("an environment has turn_rewards after its reset, want it emptied by reset")
         self._turns_begun.append([None if found is None else len(found) for found in rewards])
         return super()._generate_single_turn(*args, **kwargs)
 

@@ -5,7 +5,8 @@ environment wrote. Shape letters: B rollouts of the local generation batch, T pa
 positions read row by row, S actions, K turns.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 from trl import GRPOConfig
+from trl.trainer.utils import is_async_callable
 
 from ..methods import METHODS
 from ..signals import Credit, Signals
@@ -74,10 +76,41 @@ def turns_of_tokens(batch: dict[str, Tensor], turn_ids: Sequence[Sequence[int]])
     return turn_BT.to(batch["completion_ids"].device)
 
 
+def then(function: Callable, change: Callable[[Any], Any]) -> Callable:
+    """The function, synchronous or not, with `change` applied to what it gives; under its name."""
+    if is_async_callable(function):
+
+        @functools.wraps(function)
+        async def changed(*args, **kwargs):
+            return change(await function(*args, **kwargs))
+    else:
+
+        @functools.wraps(function)
+        def changed(*args, **kwargs):
+            return change(function(*args, **kwargs))
+
+    return changed
+
+
+def turn_list(source: str, row: int, rewards: Any) -> list[float] | None:
+    """The turn rewards that a reward function returned for a rollout: None where it returned one number, or none.
+
+    A list, tuple, or tensor or array of one dimension. Raises ValueError naming source and rollout: no numbers in it.
+    """
+    if getattr(rewards, "ndim", None) == 1:
+        rewards = rewards.tolist()
+    if not isinstance(rewards, list | tuple):
+        return None
+    try:
+        return [float(reward) for reward in rewards]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source} gives {rewards!r} for rollout {row}, want numbers, one per turn") from error
+
+
 def turn_reward(spans: Spans, sources: Sequence[TurnRewards]) -> tuple[Tensor, Tensor]:
     """Reward [K] float32 of every turn, the weighted sum over the sources, and [B] bool: some source spoke of it.
 
-    Raises ValueError naming source and rollout: a list of another length than the rollout has turns, or no number.
+    Raises ValueError naming source and rollout: a list of another length than the rollout has turns.
     """
     row_K, place_K = spans.trajectory_of_turn.tolist(), spans.turn_index.tolist()
     num_turns = dict(zip(row_K, (place + 1 for place in place_K), strict=True))
