@@ -85,15 +85,14 @@ def _kls(student: _Side, teacher: _Side, x_RV, y_RV, d_RV: Tensor, product_RV: T
 
 
 def _jsd(student: _Side, teacher: _Side, weight: float, delta_RV: Tensor, excess_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """(KL(p || m), (1 - a) KL(p || m) + a KL(q || m)), held to [0, entropy of the weights]."""
+    """(KL(p || m), JSD)."""
     student.t_RV.sub_(student.log_sum_R[:, None])
     torch.sub(teacher.t_RV.sub_(teacher.log_sum_R[:, None]), student.t_RV, out=delta_RV)
     to_p_RV, to_q_RV = _log_ratios_to_mixture(delta_RV, weight, student.t_RV, excess_RV)
     s_R, z_R = student.sum_R, teacher.sum_R
     student_kl_R = torch.where(s_R == 0, 0, to_p_RV.mul_(student.exp_RV).sum(1) / s_R)
     teacher_kl_R = torch.where(z_R == 0, 0, to_q_RV.mul_(teacher.exp_RV).sum(1) / z_R)
-    bound = -weight * math.log(weight) - (1 - weight) * math.log1p(-weight)
-    return student_kl_R, ((1 - weight) * student_kl_R + weight * teacher_kl_R).clamp(0, bound)
+    return student_kl_R, combine_kls(student_kl_R, teacher_kl_R, weight)
 
 
 def _log_ratios_to_mixture(
@@ -109,6 +108,29 @@ def _log_ratios_to_mixture(
     torch.abs(delta_RV, out=excess_RV).neg_().expm1_().mul_(lower_RV).log1p_()  # of log m over the higher
     torch.clamp(delta_RV, min=0, out=to_p_RV).neg_().sub_(excess_RV)
     return to_p_RV, delta_RV.clamp_(max=0).sub_(excess_RV)
+
+
+def mixture_rows(
+    x_RV: Tensor, y_RV: Tensor, temperature: Tensor, softcap: float, logit_scale: float, weight: float,
+    normaliser: Tensor, scratch: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """[2, R]: what these columns add to KL(p || m) and KL(q || m), with the normalisers [4, R] of all columns."""
+    log_p_RV, log_q_RV, delta_RV, to_p_RV, excess_RV, _ = (buffer[: len(x_RV)] for buffer in scratch)
+    scale = scale_of(temperature, softcap, logit_scale)
+    max_R1, log_sum_R1, teacher_max_R1, teacher_log_sum_R1 = normaliser[:, :, None]
+    shift_rows(x_RV, max_R1, scale, softcap, logit_scale, log_p_RV)
+    shift_rows(y_RV, teacher_max_R1, scale, softcap, logit_scale, log_q_RV)
+    log_p_RV.clamp_(min=SMALLEST).sub_(log_sum_R1)
+    log_q_RV.clamp_(min=SMALLEST).sub_(teacher_log_sum_R1)
+    torch.sub(log_q_RV, log_p_RV, out=delta_RV)
+    to_p_RV, to_q_RV = _log_ratios_to_mixture(delta_RV, weight, to_p_RV, excess_RV)
+    return torch.stack([to_p_RV.mul_(log_p_RV.exp_()).sum(1), to_q_RV.mul_(log_q_RV.exp_()).sum(1)])
+
+
+def combine_kls(student_kl: Tensor, teacher_kl: Tensor, weight: float) -> Tensor:
+    """JSD = (1 - a) KL(p || m) + a KL(q || m), held to [0, entropy of the weights]."""
+    bound = -weight * math.log(weight) - (1 - weight) * math.log1p(-weight)
+    return ((1 - weight) * student_kl + weight * teacher_kl).clamp(0, bound)
 
 
 def gradient_rows(

@@ -13,6 +13,7 @@ from .backend import debugging, resolve_backend
 from .chunks import MAX_CHUNK_BYTES, ChunkedHead, default_logits_dtype, row_bytes
 from .debug import compare_rows
 from .divergence import TokenDivergence, as_divergence, check_kind, divergence_outputs, write_divergence_gradient
+from .divergence_rows import buffers, combine_kls, mixture_rows
 from .head_arguments import check_head_arguments
 from .linear_call import (
     Call,
@@ -25,8 +26,8 @@ from .linear_call import (
     wanted_rows,
 )
 from .memory import working
-from .rows import UNWANTED
-from .shards import agreed, combine_divergence, reduce_hidden
+from .rows import UNWANTED, blocks
+from .shards import add_up, agreed, combine_divergence, reduce_hidden, without_excluded
 from .vocabulary import check_savable
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ def linear_token_divergence(
     targets [...], kind, jsd_weight, mask, temperature, softcap, logit_scale, vocab_size, ignore_index, backend: as in
         `token_divergence`.
     process_group, reduce_hidden_grad: as in `linear_token_stats`; the teacher's head is split at the same columns as
-        the student's. For the KLs: jsd is refused, since the mixture of a column needs the sums of all the others, and
-        so a second pass over both heads.
+        the student's. The KLs add up from the shards' own; jsd, whose mixture needs the sums of all columns, makes
+        both models' logits twice, and is found in torch.
     max_chunk_bytes: memory for the chunks of logits of both models together; at least one row is taken.
 
     Gives [...] float32 (float64 for float64 operands). Raises ValueError naming the argument, as `token_divergence`
@@ -86,11 +87,6 @@ def linear_token_divergence(
             hidden, head_weight, head_bias, targets, mask, temperature, softcap, logit_scale, vocab_size, ignore_index,
             backend, logits_dtype, max_chunk_bytes, process_group,
         )  # fmt: skip
-        if call.shard and jsd_weight:
-            raise ValueError(
-                "kind is 'jsd' and the head is split over a process_group, want 'forward_kl' or 'reverse_kl' there (or "
-                "the whole head on every rank)"
-            )
         _check_teacher_head(call, hidden, teacher_hidden, teacher_head_weight, teacher_head_bias, targets)
         teacher_dtype = operand_dtype(teacher_hidden, teacher_head_weight)
         teacher_logits_dtype = default_logits_dtype(teacher_dtype)
@@ -98,6 +94,10 @@ def linear_token_divergence(
             teacher_logits_dtype = torch.promote_types(teacher_dtype, logits_dtype)
         widest = torch.promote_types(call.logits_dtype, teacher_logits_dtype)
         call_backend = resolve_backend(backend, hidden.device, widest)
+        if call.shard and jsd_weight:
+            if backend == "triton":
+                raise ValueError("backend is 'triton', want 'torch' (or 'auto') for the jsd of a head split over ranks")
+            call_backend = "torch"
     *outputs, _ = torch.ops.crest.linear_token_divergence(
         call.hidden_NH, head_weight, head_bias, teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]),
         teacher_head_weight.detach(), None if teacher_head_bias is None else teacher_head_bias.detach(), call.target_N,
@@ -163,15 +163,37 @@ def linear_token_divergence_op(
         for (here, hidden_RH), (_, teacher_RH) in zip(student.chunks(), teacher.chunks(), strict=True):
             *found, normaliser_R = divergence_outputs(
                 backend, student.logits(hidden_RH)[None], teacher.logits(teacher_RH)[None], target_M[here],
-                part(temperature_M, here), num_columns, logit_scale, softcap, jsd_weight,
+                part(temperature_M, here), num_columns, logit_scale, softcap, 0.0 if group else jsd_weight,
             )  # fmt: skip
             outputs[:, here if rows is None else rows[here]] = torch.cat([torch.stack(found), normaliser_R])
-    *found, normaliser = *(output.clone() for output in outputs[:5]), outputs[5:].clone()
-    if group:
-        *found, normaliser = combine_divergence(
-            target_N, found, normaliser, temperature, num_columns, logit_scale, softcap, backend, group
-        )
+        *found, normaliser = *(output.clone() for output in outputs[:5]), outputs[5:].clone()
+        if group:
+            *found, normaliser = combine_divergence(
+                target_N, found, normaliser, temperature, num_columns, logit_scale, softcap, backend, group
+            )
+            if jsd_weight:
+                kls = temperature.new_zeros(2, len(target_N))
+                mixture = (softcap, logit_scale, jsd_weight)
+                for at, kls_R in _mixture_kls(student, teacher, rows, normaliser, temperature, *mixture):
+                    kls[:, at] = kls_R
+                found[3:] = kls[0], combine_kls(*add_up(kls, group), jsd_weight)
+            normaliser = without_excluded(normaliser, found[0])
     return *found, normaliser
+
+
+def _mixture_kls(student, teacher, rows, normaliser, temperature, softcap: float, logit_scale: float, weight: float):
+    """(place among the N rows, `mixture_rows`) of the wanted rows, a few at a time."""
+    scratch = buffers(temperature.dtype, student.size, student.num_columns, temperature.device)
+    for (here, hidden_RH), (_, teacher_RH) in zip(student.chunks(), teacher.chunks(), strict=True):
+        x_RV, y_RV = student.logits(hidden_RH), teacher.logits(teacher_RH)
+        for block in blocks(x_RV):
+            at = slice(here.start + block.start, here.start + block.stop)
+            at = at if rows is None else rows[at]
+            given = temperature if len(temperature) == 1 else temperature[at]
+            yield (
+                at,
+                mixture_rows(x_RV[block], y_RV[block], given, softcap, logit_scale, weight, normaliser[:, at], scratch),
+            )
 
 
 @linear_token_divergence_op.register_fake

@@ -26,8 +26,9 @@ from .policy_loss import (
     token_losses,
 )
 from .rows import BINARY, UNWANTED
+from .shards import agreed, check_apart
 from .spans import Spans
-from .surrogates import PPOClip, Surrogate, as_numbers, from_numbers
+from .surrogates import PPOClip, Surrogate, as_numbers, from_numbers, ranks_of
 from .token_stats import run_stats, write_gradient
 
 if TYPE_CHECKING:
@@ -91,14 +92,16 @@ def linear_policy_loss(
         "ref_logp": ref_logp,
         "importance_weight": importance_weight,
     }
-    check_loss_arguments(hidden, targets, per_token, spans)
-    check_coefficients(kl_coef, entropy_coef, ref_logp, surrogate, spans)
-    live_N = live_positions(targets, mask, ignore_index, spans)
-    call = prepare(
-        hidden, head_weight, head_bias, targets, live_N.view(targets.shape), temperature, softcap, logit_scale,
-        vocab_size, ignore_index, backend, logits_dtype, max_chunk_bytes, process_group,
-    )  # fmt: skip
-    given = finite_given(per_token, live_N)
+    check_apart(process_group, getattr(spans, "process_group", None))
+    with agreed(process_group), agreed(ranks_of(surrogate, spans)):
+        check_loss_arguments(hidden, targets, per_token, spans)
+        check_coefficients(kl_coef, entropy_coef, ref_logp, surrogate, spans)
+        live_N = live_positions(targets, mask, ignore_index, spans)
+        call = prepare(
+            hidden, head_weight, head_bias, targets, live_N.view(targets.shape), temperature, softcap, logit_scale,
+            vocab_size, ignore_index, backend, logits_dtype, max_chunk_bytes, process_group,
+        )  # fmt: skip
+        given = finite_given(per_token, live_N)
     one_shot = call.shard is None and (surrogate.level == "token" or old_logp is None)
     if one_shot:
         needs = [
@@ -109,7 +112,7 @@ def linear_policy_loss(
         logp_N, entropy_N, *gradients = torch.ops.crest.linear_policy_loss(
             call.hidden_NH.detach(), head_weight.detach(), None if head_bias is None else head_bias.detach(),
             call.target_N, call.temperature, *per_row, *as_numbers(surrogate),
-            float(kl_coef), float(entropy_coef), *call.scalars, needs,
+            as_coefficient(kl_coef), as_coefficient(entropy_coef), *call.scalars, needs,
         )  # fmt: skip
         if debugging():
             compare_rows(call, head_weight, head_bias, logp_N, entropy_N)
@@ -182,13 +185,18 @@ def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype, keep: bool) -> T
 # --- the op -----------------------------------------------------------------------------------------------------------
 
 
+def as_coefficient(value: float) -> Tensor:
+    """A number of the loss as a tensor on the CPU: a graph takes another one without being compiled anew."""
+    return torch.ones((), dtype=torch.float64) * value
+
+
 @torch.library.custom_op("crest::linear_policy_loss", mutates_args=())
 def linear_policy_loss_op(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_N: Tensor, temperature: Tensor, credit: Tensor,
     token_weight: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, importance_weight: Tensor | None,
-    kind: int, a: float, b: float, c: float, kl_coef: float, entropy_coef: float, num_columns: int, logit_scale: float,
-    softcap: float, compute_dtype: torch.dtype, logits_dtype: torch.dtype, max_chunk_bytes: int, backend: str,
-    needs: Sequence[bool],
+    kind: int, a: float, b: float, c: float, kl_coef: Tensor, entropy_coef: Tensor, num_columns: int,
+    logit_scale: float, softcap: float, compute_dtype: torch.dtype, logits_dtype: torch.dtype, max_chunk_bytes: int,
+    backend: str, needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(logp, entropy) [N], and the loss's gradients by hidden, weight and bias."""
     rows = wanted_rows(target_N != UNWANTED)
@@ -198,7 +206,7 @@ def linear_policy_loss_op(
         for values in (target_N, temperature, credit, token_weight, old_logp, ref_logp, importance_weight)
     )
     shape = dict(num_columns=num_columns, logit_scale=logit_scale, softcap=softcap)
-    terms = dict(kl_coef=kl_coef, entropy_coef=entropy_coef, surrogate=(kind, a, b, c))
+    terms = dict(kl_coef=float(kl_coef), entropy_coef=float(entropy_coef), surrogate=(kind, a, b, c))
     with working(hidden_NH, weight_VH, rows, compute_dtype, logits_dtype, max_chunk_bytes, not needs[1]):
         head = ChunkedHead(
             hidden_NH, weight_VH, bias_V, rows, num_columns, compute_dtype, logits_dtype, max_chunk_bytes

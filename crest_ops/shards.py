@@ -58,6 +58,12 @@ class RefusedElsewhere(ValueError):
         self.process_group = process_group
 
 
+def check_apart(process_group, of_tokens) -> None:
+    """Raises ValueError where one group is to hold both parts of the head and parts of the tokens."""
+    if process_group is not None and process_group is of_tokens and process_group.size() > 1:
+        raise ValueError("process_group is the group of the part of spans: ranks that split the head hold equal tokens")
+
+
 @contextmanager
 def agreed(process_group) -> Iterator[None]:
     """Checks of a call that all ranks of the group make: an error of one is an error of all, none is left waiting.
@@ -87,6 +93,7 @@ def exchange(process_group, *numbers: int) -> list[list[int]]:
     return rows
 
 
+@torch.compiler.disable(reason="process_group: ranks compare numbers before they begin; use fullgraph=False")
 def _gather_numbers(process_group, *numbers: int) -> list[list[int]]:
     device = dist.distributed_c10d._get_object_coll_device(process_group)
     message = torch.tensor([*numbers, *[0] * (MESSAGE - len(numbers))], device=device)
@@ -142,7 +149,7 @@ def combine_divergence(
     """What `divergence_outputs` gives of the KLs, over the whole vocabulary, from each shard's own.
 
     With the shares p_w of the student's mass and q_w of the teacher's (`_shares`): KL(p || q) = sum_w p_w (KL(p || q)_w
-    + log p_w - log q_w), KL(q || p) likewise. A row without support has log-sum 0, as in one process.
+    + log p_w - log q_w), KL(q || p) likewise. The log-sum of a row without support is 0, as in one process.
     """
     units = _units(temperature, logit_scale, softcap, backend)
     logp_N, entropy_N, teacher_logp_N, student_kl_N, divergence_N = outputs
@@ -163,11 +170,9 @@ def combine_divergence(
     student_kl_N = _whole_kl(student_kl_WN, log_p_WN, p_WN, log_q_WN)
     divergence_N = _whole_kl(divergence_WN, log_q_WN, q_WN, log_p_WN)
     found = logp_N, _whole_entropy(entropy_WN, log_p_WN, p_WN, columns_WN), teacher_logp_N, student_kl_N, divergence_N
-    normaliser = [top_N, log_N / units[1], teacher_top_N, teacher_log_N / units[1]]
-    for i in (1, 3):
-        normaliser[i] = torch.where(normaliser[i] == -math.inf, 0, normaliser[i])
-        normaliser[i] = torch.where(logp_N == -math.inf, FAR, normaliser[i])
-    return *(torch.where(target_N == UNWANTED, 0, values_N) for values_N in found), torch.stack(normaliser)
+    log_sums = (torch.where(log == -math.inf, 0, log / units[1]) for log in (log_N, teacher_log_N))
+    normaliser = torch.stack([top_N, next(log_sums), teacher_top_N, next(log_sums)])
+    return *(torch.where(target_N == UNWANTED, 0, values_N) for values_N in found), normaliser
 
 
 def _units(temperature, logit_scale: float, softcap: float, backend: str):
@@ -210,8 +215,19 @@ def _whole_kl(kl_WN: Tensor, log_p_WN: Tensor, p_WN: Tensor, log_q_WN: Tensor) -
     return part_WN.sum(0).clamp(min=0)
 
 
+def without_excluded(normaliser: Tensor, logp_N: Tensor) -> Tensor:
+    """The normaliser [4, N] for the gradient: rows whose target is excluded have none, on no shard."""
+    log_sum = torch.tensor([False, True, False, True], device=normaliser.device)[:, None]
+    return torch.where(log_sum & (logp_N == -math.inf), FAR, normaliser)
+
+
+def add_up(tensor: Tensor, name: str) -> Tensor:
+    """The sum over the ranks, in place."""
+    dist.all_reduce(tensor, group=dist.distributed_c10d._resolve_process_group(name))
+    return tensor
+
+
 def reduce_hidden(grad_NH: Tensor, name: str) -> Tensor:
     """The sum over the ranks, added up in float32."""
     wide_NH = grad_NH.to(torch.promote_types(grad_NH.dtype, torch.float32))
-    dist.all_reduce(wide_NH, group=dist.distributed_c10d._resolve_process_group(name))
-    return wide_NH.to(grad_NH.dtype)
+    return add_up(wide_NH, name).to(grad_NH.dtype)

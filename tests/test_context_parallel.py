@@ -148,6 +148,7 @@ def work(rank):
     found["gate"] = entropy_gate(gap, part, eps=1e-3, scope="turn")
     found["share"] = softmax_allocation(sign, gap, part, eta=0.7, tau=1.0, clip=3.0)
     found |= {name: refusal(name, rank) for name in REFUSED}
+    found["one group"] = message_of(lambda: run_loss("GSPO", True, place, part, group=dist.group.WORLD))
     tokens, columns = (
         [g for ranks in pairs for g in [dist.new_group(ranks)] if rank in ranks][0]
         for pairs in ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
@@ -242,6 +243,10 @@ def test_a_bad_credit_of_one_rank_is_an_error_of_all(ranks, linear):
     for rank, found in enumerate(ranks):
         wanted = "credit[" if rank == 3 else "rank 3 of process_group"
         assert found["credit", linear] is not None and found["credit", linear].startswith(wanted)
+
+
+def test_one_group_cannot_split_both(ranks):
+    assert all(found["one group"].startswith("process_group is the group of the part") for found in ranks)
 
 
 @pytest.fixture(scope="module")

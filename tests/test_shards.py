@@ -67,6 +67,7 @@ LOSSES = {
     "loss, part of the hidden gradient": PPOClip(0.2, 0.28),
 }
 SUPPORT_OF_BOTH = dict(out=slice(0, 41), teacher_out=slice(0, 41))
+JSD = dict(kind="jsd", softcap=4.0, logit_scale=0.7, vocab_size=83, mask=MASK, temperature=torch.linspace(0.5, 2, N))
 DIVERGENCES = {
     "reverse_kl": {},
     "forward_kl": dict(kind="forward_kl"),
@@ -83,6 +84,12 @@ DIVERGENCES = {
     "no support of either": dict(out=slice(0, V), teacher_out=slice(0, V)),
     "divergence of a frozen head": dict(frozen=True),
     "NaN in a teacher's shard": dict(teacher_nan=50),
+    "jsd": dict(kind="jsd", jsd_weight=0.3),
+    "jsd of everything": JSD,
+    "jsd a row at a time": JSD | dict(max_chunk_bytes=1),
+    "jsd, first shard out of the teacher's": dict(kind="jsd", teacher_out=slice(0, 41)),
+    "jsd, first shard out of the student's": dict(kind="jsd", out=slice(0, 41)),
+    "jsd of equal models": dict(kind="jsd", same=True),
 }
 PART = [name for name, case in {**STATS, **DIVERGENCES}.items() if "reduce_hidden_grad" in case]
 PART += ["loss, part of the hidden gradient"]
@@ -108,7 +115,7 @@ REFUSED = {
 CREDITS = {"credit of rank 1": 1, "credit of rank 2": 2}  # the rank that holds a NaN
 TEACHERS = {
     "teacher_head_weight of rank 2": dict(rank=2, teacher_head_weight=torch.zeros(3, H)),
-    "kind": dict(kind="jsd"),
+    "backend": dict(kind="jsd", backend="triton"),
     "kind of rank 1": dict(rank=1, kind="kl"),
 }
 
@@ -163,8 +170,10 @@ def divergence_of(leaves, teacher, rows, targets, arguments):
     given = dict(teacher_hidden=teacher[0], teacher_head_weight=teacher[1][rows], teacher_head_bias=teacher[2][rows])
     found = vars(linear_token_divergence(*leaves[:2], targets=targets, **given, **arguments))
     total = 0.0
-    for seed, key in enumerate(("logp", "entropy", "gap", "forward_kl", "reverse_kl")):
-        total = total + (logits_of(N, seed=seed) * torch.where(found[key].isinf(), 0, found[key])).sum()
+    found = {key: value for key, value in found.items() if value is not None}
+    for seed, key in enumerate(("logp", "entropy", "gap", "forward_kl", "reverse_kl", "divergence")):
+        if key in found:
+            total = total + (logits_of(N, seed=seed) * torch.where(found[key].isinf(), 0, found[key])).sum()
     return total, found
 
 
@@ -251,7 +260,7 @@ def test_shards_together_are_the_whole_head(ranks, group, name, backend):
         assert found.keys() == wanted.keys()
         for key, value in wanted.items():
             assert_close(found[key], value)
-            if name == "equal models" and key.endswith("_kl"):
+            if "equal models" in name and (key.endswith("_kl") or key == "divergence"):
                 assert (value == 0).all() and (found[key] == 0).all()
             assert torch.equal(found[key].nan_to_num(7), here[0][0][key].nan_to_num(7)), f"{key}: ranks differ"
     grads = [grads for _, grads in here]
