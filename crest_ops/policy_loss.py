@@ -79,6 +79,9 @@ def policy_loss(
     importance_weight [...]: multiplies the surrogate alone (truncated sampler corrections).
     inplace: backward overwrites the logits with their gradient, and bumps their version; a second backward raises.
 
+    Compiled, another kl_coef or entropy_coef of the same type is not compiled anew, but for 0; softcap, logit_scale
+    and the surrogate are part of the graph.
+
     Masked positions have no part in value, gradient or metrics, whatever logits, credit or log-probs hold there.
     A target outside the support (logp = -inf) has gradient 0; its log-prob and log-ratio count as -20 in the value and
     in the mean of its span, its k3 as 0. A NaN in an unmasked row of logits makes the loss and the row's gradient NaN.

@@ -51,7 +51,8 @@ def token_stats(
 
     Backward reads the logits once more and writes their gradient:
     d logp / dz_v = 1[v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + entropy). It takes any upstream gradient;
-    double backward raises, and forward-mode differentiation is not supported.
+    double backward, forward mode and torch.func raise. torch.compile(fullgraph=True, dynamic=True) makes one graph for
+    any number of tokens, but one more for a single token and for none, as torch does.
 
     logits [..., V]: float16, bfloat16 or float32, any strides with a contiguous last dimension (others are copied
         once); computed in float32. float64 is computed in and returned as float64, by the torch backend (for gradient

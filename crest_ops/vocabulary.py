@@ -21,6 +21,7 @@ def check_vocabulary_arguments(
     if not isinstance(logits, Tensor) or logits.dim() < 1 or logits.dtype not in FLOAT_DTYPES or not logits.shape[-1]:
         found = f"{[*logits.shape]} {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"logits is {found}, want [..., V] with V >= 1 of float16, bfloat16, float32 or float64")
+    check_differentiation(logits=logits)
     return check_row_arguments(
         logits.shape[:-1], logits.shape[-1], logits.device, targets, mask, temperature, softcap, logit_scale,
         vocab_size, ignore_index,
@@ -64,6 +65,19 @@ def check_teacher(teacher_logits, logits: Tensor, num_columns: int) -> None:
             f"teacher_logits is {[*teacher_logits.shape]} {teacher_logits.dtype} on {teacher_logits.device}, want "
             f"{[*logits.shape[:-1], num_columns]} (or wider), floating, on {logits.device}"
         )
+
+
+def check_differentiation(**tensors: Tensor | None) -> None:
+    """Raises ValueError under torch.func and in forward mode: backward is all there is; None is passed over."""
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise ValueError(f"{name} is under torch.func (vmap, grad, jvp), want a plain tensor and torch.autograd")
+        if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(f"{name} has a forward-mode tangent, want a plain tensor: there is backward alone")
 
 
 def check_savable(name: str, tensor: Tensor) -> None:

@@ -55,65 +55,6 @@ class TestChunks:
         assert [here.stop - here.start for here, _ in head.chunks()] == [6] * 6 + [4]
 
 
-@pytest.fixture
-def one_graph():
-    """A function that is compiled again for other sizes raises."""
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        yield
-
-
-@pytest.mark.usefixtures("one_graph")
-class TestCompile:
-    """One graph for any number of tokens, with the gradients of the eager form."""
-
-    def compare(self, function, *sizes):
-        compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-        for rows in sizes:
-            hidden, weight, bias, y = head_case(rows)
-            credit = logits_of(rows, seed=2, scale=1.0)
-            results = []
-            for call in (function, compiled):
-                leaves = [leaf(hidden), leaf(weight), leaf(bias)]
-                loss = call(*leaves, y, credit)
-                results.append([loss, *torch.autograd.grad(2 * loss, leaves, allow_unused=True)])
-            for ours, eager in zip(*results, strict=True):
-                assert torch.allclose(ours, eager, atol=1e-6) if ours is not None else eager is None
-
-    def test_stats(self):
-        def loss(hidden, weight, bias, y, credit):
-            found = linear_token_stats(hidden, weight, y, head_bias=bias, mask=credit > -0.5, max_chunk_bytes=3 * ROW)
-            return (credit * found.logp).sum() + 0.1 * found.entropy.sum()
-
-        self.compare(loss, 3, 5, 8, 12)
-
-    def test_one_shot_loss(self):
-        def loss(hidden, weight, bias, y, credit):
-            return linear_policy_loss(
-                hidden, weight, y, credit, token_weight=credit.abs(), head_bias=bias, old_logp=credit - 4.0,
-                entropy_coef=0.1, max_chunk_bytes=3 * ROW,
-            ).loss  # fmt: skip
-
-        self.compare(loss, 3, 5, 8, 12)
-
-    def test_a_loss_over_spans(self):
-        spans = Spans.from_mask(torch.ones(2, 4).bool(), group=torch.tensor([0, 0]))
-
-        def loss(hidden, weight, bias, y, credit):
-            return linear_policy_loss(
-                hidden, weight, y, credit, token_weight=credit.abs(), head_bias=bias, old_logp=credit - 4.0,
-                surrogate=GSPO(0.5, 0.5), spans=spans,
-            ).loss  # fmt: skip
-
-        self.compare(loss, 8)
-
-    def test_a_frozen_head(self):
-        def loss(hidden, weight, bias, y, credit):
-            return linear_policy_loss(hidden, weight.detach(), y, credit, token_weight=torch.ones_like(credit)).loss
-
-        self.compare(loss, 4, 6)
-
-
 def loss_of(hidden, weight, y, **arguments):
     return linear_policy_loss(hidden, weight, y, torch.ones(len(y)), token_weight=torch.ones(len(y)), **arguments)
 
@@ -283,7 +224,7 @@ def test_ops_agree_with_their_descriptions():
         for needs in ([True, True, True], [True, False, False]):
             torch.library.opcheck(torch.ops.crest.linear_token_stats_grad, (*saved, *options, needs, "", True))
             per_token = (torch.ones(4), torch.ones(4), torch.zeros(4) - 4, None, None)
-            surrogate = (0, 0.2, 0.28, math.inf, 0.0, 0.0)
+            surrogate = (0, 0.2, 0.28, math.inf, *torch.zeros(2, dtype=torch.float64))
             torch.library.opcheck(
                 torch.ops.crest.linear_policy_loss,
                 (*inputs, y, torch.ones(1), *per_token, *surrogate, *options, needs),

@@ -305,30 +305,6 @@ def test_bad_input_is_named(change, name):
         policy_loss(**arguments)
 
 
-def test_compiles_once_for_many_lengths():
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    @torch.compile(fullgraph=True, dynamic=True, backend=backend)
-    def loss(logits, targets, credit, weight, old_logp):
-        return policy_loss(logits, targets, credit, token_weight=weight, old_logp=old_logp, entropy_coef=0.1).loss
-
-    for rows in (3, 5, 8, 12):
-        x, y, given = batch()
-        arguments = (y[:rows], given["credit"][:rows], given["token_weight"][:rows], given["old_logp"][:rows])
-        leaf = x[:rows].clone().requires_grad_()
-        (compiled,) = torch.autograd.grad(loss(leaf, *arguments), leaf)
-        eager = policy_loss(
-            leaf, *arguments[:2], token_weight=arguments[2], old_logp=arguments[3], entropy_coef=0.1
-        )  # fmt: skip
-        assert torch.allclose(compiled, torch.autograd.grad(eager.loss, leaf)[0], atol=1e-7)
-    assert len(graphs) == 1
-
-
 def test_with_reductions_of_spans():
     """Two trajectories of 3 and 1 policy tokens at credit 1: the token mean of -ratio is -1 on policy."""
     spans = Spans.from_mask(torch.tensor([[1, 1, 0, 1], [0, 0, 1, 0]]).bool(), group=torch.tensor([0, 0]))
