@@ -65,9 +65,9 @@ def check_whole(name: str, tensor) -> None:
         )
     if type(tensor).__name__ == "DTensor":
         raise ValueError(
-            f"{name} is {found}, want a plain tensor. Sharded for data parallelism (FSDP2): {FSDP}, or pass "
-            ".full_tensor(grad_placements=[Partial('avg')]). Vocabulary split by tensor parallelism: pass .to_local() "
-            "and process_group"
+            f"{name} is {found}, want a plain tensor. Sharded for data parallelism (FSDP2): leave the head to the "
+            f"root's fully_shard, and {FSDP}, or pass .full_tensor(grad_placements=[Partial('avg')]). Vocabulary split "
+            "by tensor parallelism: pass .to_local() and process_group"
         )
     if tensor.device.type == "meta":
         raise ValueError(f"{name} is {found} on the meta device, want data: load it first, without offloading")

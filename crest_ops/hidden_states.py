@@ -22,9 +22,10 @@ def hidden_states(model: nn.Module, batch: Mapping[str, Any], then: Callable[[Te
 
     z = softcap * tanh(logit_scale * (h W^T + b) / softcap) with the numbers of `resolve_head`. This project's own way:
     the model is called as it stands, with all its wrappers, and its head is applied to none of the rows. No logits are
-    computed, hooks run, gradient checkpointing and autocast stay as they are, and the output reaches every parameter of
-    the head, so that DistributedDataParallel (also with find_unused_parameters or static_graph) and FSDP reduce its
-    gradient. One backward pass must hold the states' gradient and the head's.
+    computed; hooks run (the model's own get (h, logits [B, 0, V]) for its output); gradient checkpointing and autocast
+    stay as they are; the output reaches every parameter of the head, so that DistributedDataParallel (also with
+    find_unused_parameters or static_graph) and FSDP reduce its gradient. One backward pass must hold the states'
+    gradient and the head's.
 
     model: a causal LM of transformers, alone or in DistributedDataParallel, FSDP, PEFT, torch.compile (one more graph
         beside that of `model(**batch)`).
@@ -37,11 +38,14 @@ def hidden_states(model: nn.Module, batch: Mapping[str, Any], then: Callable[[Te
         its own is refused by `resolve_head` all the same: leave it to the root's.
 
     Gives h in the dtype in which the head gets it (float32 where a wrapper brings outputs to float32), or what `then`
-    gave. Right-shifted labels are the caller's: h at a position predicts the next token.
+    gave. Shifting the labels is the caller's: h at a position predicts the next token.
 
-    Raises ValueError: model has no head, or calls it not exactly once; batch holds labels or a key that the model's
-    forward does not name (transformers would ignore it).
+    Raises ValueError: model has no head, calls it not exactly once, or is a DataParallel (whose replicas are not seen
+    from here: want DistributedDataParallel); batch holds labels or a key that the model's forward does not name
+    (transformers would ignore it).
     """
+    if isinstance(model, nn.DataParallel):
+        raise ValueError("model is a DataParallel, want it alone or in DistributedDataParallel")
     lm = causal_lm(model)
     head = lm.get_output_embeddings() if hasattr(lm, "get_output_embeddings") else None
     if head is None:
@@ -132,5 +136,5 @@ def _argument_names(kind: type[nn.Module]) -> frozenset[str]:
     parameters = inspect.signature(kind.forward).parameters.values()
     names = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
     if len(names) < len(parameters):
-        names |= TransformersKwargs.__annotations__.keys()
+        names |= TransformersKwargs.__annotations__.keys() | {"return_dict"}
     return frozenset(names - {"self"})

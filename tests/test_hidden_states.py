@@ -40,6 +40,7 @@ def test_positions_kept():
     model = tiny("llama")
     found = hidden_states(model, {**BATCH, "logits_to_keep": 3})
     torch.testing.assert_close(found, states_of(model)[:, -3:])
+    torch.testing.assert_close(hidden_states(model, {**BATCH, "return_dict": False}), states_of(model))
 
 
 def test_nothing_is_left_on_the_model():
@@ -147,6 +148,7 @@ REFUSED = {
     "no model": (lambda: nn.Linear(H, V), BATCH, "model is .*Linear without output embeddings, want a causal LM"),
     "head never called": (lambda: CallsItsHead(0), {"input_ids": IDS}, "called its head 0 times, want once"),
     "head called twice": (lambda: CallsItsHead(2), {"input_ids": IDS}, "called its head 2 times, want once"),
+    "replicas": (lambda: nn.DataParallel(tiny("llama")), BATCH, "model is a DataParallel, want .*Distributed"),
     "labels": (lambda: tiny("llama"), {**BATCH, "labels": IDS}, "batch has labels, want none"),
     "a tensor": (lambda: tiny("llama"), IDS, "batch is torch.Tensor, want a mapping"),
     "keys of no forward": (
