@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_step import KINDS, SPLITS, check_step, loss_of, make_model
+from parallel_step import KINDS, MASK, SPLITS, check_step, loss_of, make_model
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,8 +32,6 @@ def accumulated_step(rank):
 
 def loss_of_part(model, row):
     """Half a step's loss: `loss_of` counts one row of each rank, the step four."""
-    from parallel_step import MASK
-
     here = MASK[row].sum()
     dist.all_reduce(here)
     return loss_of(model, "PPO", "uneven", row, dist.group.WORLD) * here / MASK.sum()

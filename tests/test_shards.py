@@ -94,7 +94,7 @@ DIVERGENCES = {
 PART = [name for name, case in {**STATS, **DIVERGENCES}.items() if "reduce_hidden_grad" in case]
 PART += ["loss, part of the hidden gradient"]
 INTERPRETED = ("everything", OUT, "last shard out of the support", "far above 0", "dual clip")
-INTERPRETED += ("divergence of everything", "first shard out of both supports", "first shard out of the teacher's")
+INTERPRETED += ("divergence of everything", "first shard out of both supports")
 FEW = [("everything", "torch"), ("everything", "triton"), ("PPOClip", "torch"), ("reverse_kl", "torch")]
 CASES = {
     "three": [(name, "torch") for name in [*STATS, *LOSSES, *DIVERGENCES]] + [(name, "triton") for name in INTERPRETED],
