@@ -40,12 +40,12 @@ def case(length):
 
 def stats(given, kl_coef, entropy_coef, **options):
     found = token_stats(given["logits"], given["targets"], mask=given["mask"], temperature=0.8, **options)
-    return (given["credit"] * found.logp).sum() - entropy_coef * found.entropy.mean()
+    return (given["credit"] * found.logp).sum() - 0.1 * found.entropy.sum()
 
 
 def reverse_kl(given, kl_coef, entropy_coef, **options):
     found = token_divergence(given["logits"], given["teacher"], given["targets"], mask=given["mask"], **options)
-    return (given["credit"] * found.divergence).sum() - kl_coef * (found.entropy + found.gap).mean()
+    return (given["credit"] * found.divergence).sum() - 0.1 * (found.entropy + found.gap).sum()
 
 
 def jsd(given, kl_coef, entropy_coef, **options):
@@ -73,7 +73,7 @@ def linear_stats(given, kl_coef, entropy_coef, **options):
         given["hidden"], given["weight"], given["targets"], head_bias=given["bias"], mask=given["mask"],
         max_chunk_bytes=CHUNK, **options,
     )  # fmt: skip
-    return (given["credit"] * found.logp).sum() - entropy_coef * found.entropy.mean()
+    return (given["credit"] * found.logp).sum() - 0.1 * found.entropy.sum()
 
 
 def linear_divergence(given, kl_coef, entropy_coef, **options):
@@ -81,7 +81,7 @@ def linear_divergence(given, kl_coef, entropy_coef, **options):
         given["hidden"], given["weight"], given["teacher_hidden"], given["teacher_weight"], given["targets"],
         head_bias=given["bias"], mask=given["mask"], max_chunk_bytes=2 * CHUNK, **options,
     )  # fmt: skip
-    return (given["credit"] * found.divergence).sum() - kl_coef * found.gap.mean()
+    return (given["credit"] * found.divergence).sum() - 0.1 * found.gap.sum()
 
 
 def linear_loss(given, kl_coef, entropy_coef, **options):
