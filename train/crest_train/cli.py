@@ -187,7 +187,8 @@ def main() -> None:
         app()
     except (ValueError, OSError, TemplateError, fetching.FetchError) as error:
         words = escape(" ".join(_told(error).split()))
-        which = f" (process {os.environ.get('RANK')})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        several = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+        which = f" (process {os.environ['RANK']})" if several else ""
         Console(stderr=True).print(f"[bold red]error{which}:[/] {words}", soft_wrap=True, highlight=False)
         sys.exit(2)
 
