@@ -81,9 +81,9 @@ def teacher_states(
     head = resolve_head(model)
     weight, bias = head.weight.clone(), None if head.bias is None else head.bias.clone()
     place_BT = rollout.policy.flatten().cumsum(0).view_as(rollout.policy) - 1
-    total = int(rollout.policy.sum())
-    hidden = torch.zeros(total, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    known = torch.zeros(total, dtype=torch.bool, device=weight.device)
+    num_written = int(rollout.policy.sum())
+    hidden = torch.zeros(num_written, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    known = torch.zeros(num_written, dtype=torch.bool, device=weight.device)
     for at, hidden_RH, _ in _score(model, chat, rollout, group, rows, section, rows_per_micro_batch):
         place_R = place_BT[at].to(weight.device)
         hidden[place_R], known[place_R] = hidden_RH.to(hidden.dtype), True
