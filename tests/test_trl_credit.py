@@ -25,6 +25,7 @@ from crest_ops import (
     TurnGRPOConfig,
 )
 from crest_ops.integrations.trl import CrestGRPOTrainer
+from crest_ops.integrations.trl_credit import action_reward
 
 assert model_folder  # a fixture
 
@@ -213,6 +214,24 @@ def test_asynchronous_rewards_and_arrays(model_folder):
     assert torch.equal(found["advantages"], wanted["advantages"])
 
 
+def test_rewards_of_actions():
+    """A turn's reward stands at its last action; without turn rewards a rollout's stands at its end."""
+    mask = torch.tensor([[1, 0, 1, 0, 1, 1], [0, 1, 1, 0, 1, 0]]).bool()
+    turn = torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 0]])
+    spans = Spans.from_mask(mask, turn=turn, group=torch.tensor([0, 0]))
+    turn_reward = torch.tensor([1.0, 2.0, 0.0, 0.0])
+    found = action_reward(spans, torch.tensor([10.0, 5.0]), turn_reward, torch.tensor([True, False]))
+    assert found.tolist() == [0, 1, 2, 0, 5]
+
+
+def test_a_batch_that_nobody_scores_has_no_credit(model_folder):
+    def nothing(completion_ids, **kwargs):
+        return [None] * len(completion_ids)
+
+    batch = scored(scripted_trainer(model_folder, "turn_grpo", dict(reward_funcs=nothing)))
+    assert not batch["advantages"].any()
+
+
 def teacher(batch, spans, trainer):
     gap = torch.linspace(-1, 1, spans.num_tokens)
     return {"teacher_gap_N": gap, "skill_gap_N": gap.flip(0)}
@@ -342,7 +361,7 @@ def short_ids(prompts, trainer):
 @pytest.mark.parametrize(
     "method, own, message",
     [
-        ("turn_grpo", dict(reward_funcs=no_turns), "return a list of numbers"),
+        ("turn_grpo", dict(reward_funcs=no_turns), "rollout 0 has none: return a list of numbers"),
         ("turn_grpo", dict(reward_funcs=too_many), "too_many gives 3 turn rewards for rollout 0, which has 2"),
         ("turn_grpo", dict(reward_funcs=no_numbers), r"no_numbers gives \[None\] for rollout 0, want numbers"),
         ("turn_grpo", dict(rollout_func=short_ids), r"turn_ids\[0\] has 1 entries, want 7"),

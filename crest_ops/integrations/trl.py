@@ -147,27 +147,24 @@ class CrestGRPOTrainer(GRPOTrainer):
     def _credit(self, batch: dict[str, Tensor], inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
         """What the credit method says of a scored generation batch: advantages, token_weight, turn, distill [B, T]."""
         written_BT = written_tokens(batch)
-        shape, sources = written_BT.shape, self._turn_sources()
         needs = needs_of(self.credit_method, self.credit_config)
-        if "turn_reward_K" in needs and not sources:
-            raise ValueError(
-                f"credit_method {self.credit_method!r} needs turn_reward_K: return a list of numbers, one per turn, "
-                "from a reward function, or give the environment the attribute turn_rewards"
-            )
         turn_BT = self._turns(batch, written_BT, inputs)
         spans = Spans.from_mask(written_BT, turn=turn_BT, group=torch.arange(len(turn_BT), device=turn_BT.device))
         reward_B, known_B = self._rewards(len(turn_BT))
-        turn_reward_K = None
-        if sources:
-            turn_reward_K, told_B = turn_reward(spans, sources)
-            if {"turn_reward_K", "action_reward_S"} & set(needs):
-                known_B = known_B & told_B
+        turn_reward_K, told_B = turn_reward(spans, self._turn_sources())
+        untold = (known_B & ~told_B).nonzero().flatten().tolist()
+        if "turn_reward_K" in needs and untold:
+            raise ValueError(
+                f"credit_method {self.credit_method!r} needs turn_reward_K, but rollout {untold[0]} has none: return a "
+                "list of numbers, one per turn, from a reward function, or give the environment the attribute "
+                "turn_rewards"
+            )
         size = self.num_generations if self.model.training else self.num_generations_eval
         spans = replace(spans, group_of_trajectory=groups(size, known_B))
         signals = Signals(
             reward_B=reward_B,
             turn_reward_K=turn_reward_K,
-            action_reward_S=action_reward(spans, reward_B, turn_reward_K),
+            action_reward_S=action_reward(spans, reward_B, turn_reward_K, told_B),
             **self._policy_signals(batch),
         )
         if self.signals is not None:
@@ -176,7 +173,7 @@ class CrestGRPOTrainer(GRPOTrainer):
             self.credit_method, self.credit_config, spans, signals, self.accelerator, self.state.global_step
         )
         found = {"advantages": credit.credit_N, "token_weight": credit.token_weight_N, "distill": credit.distill_N}
-        found = {name: values.view(shape) for name, values in found.items() if values is not None}
+        found = {name: values.view(written_BT.shape) for name, values in found.items() if values is not None}
         for name in found.keys() - {"token_weight"}:
             found[name] = torch.where(known_B[:, None], found[name], 0)
         return found | {"turn": turn_BT}

@@ -132,13 +132,15 @@ def turn_reward(spans: Spans, sources: Sequence[TurnRewards]) -> tuple[Tensor, T
     return reward_K.to(spans.mask.device), known_B.to(spans.mask.device)
 
 
-def action_reward(spans: Spans, reward: Tensor, turn_reward: Tensor | None) -> Tensor:
-    """[S]: every turn's reward at its last action; without turn rewards, reward [B] at the rollout's last action."""
-    of_action, given = spans.trajectory_of_action, reward
-    if turn_reward is not None:
-        of_action, given = spans.turn_of_action, turn_reward
-    last_S = of_action.diff(append=of_action.new_full((1,), -1)) != 0
-    return torch.where(last_S, given[of_action], 0)
+def action_reward(spans: Spans, reward: Tensor, turn_reward: Tensor, told: Tensor) -> Tensor:
+    """[S]: turn_reward [K] at the last action of each turn; of rollouts not `told` [B] reward [B] at their last one."""
+    turn_S, row_S = spans.turn_of_action, spans.trajectory_of_action
+    by_turn, by_row = (torch.where(_last(of_S), of[of_S], 0) for of_S, of in ((turn_S, turn_reward), (row_S, reward)))
+    return torch.where(told[row_S], by_turn, by_row)
+
+
+def _last(of_action: Tensor) -> Tensor:
+    return of_action.diff(append=of_action.new_full((1,), -1)) != 0
 
 
 def groups(num_generations: int, known: Tensor) -> Tensor:
