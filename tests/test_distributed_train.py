@@ -94,7 +94,7 @@ METHODS = {
         "method": {"name": "factor", "session_reward": "mean", "options": {"warmup": 1}},
         "value": {"source": "continuations", "checkpoints": 1, "continuations": 3},
     },
-    "toolopd": {"method": {"name": "toolopd", "session_reward": "mean", "options": {"kind": "jsd"}}},
+    "toolopd": {"method": {"name": "toolopd", "session_reward": "mean", "options": {"kind": "reverse_kl"}}},
     "minibatches of one row": {
         "method": {"name": "turn_grpo"},
         "training": {**ODD["training"], "minibatches": 9},
