@@ -6,15 +6,6 @@ from pathlib import Path
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 
 
-def test_the_example_runs():
-    example, *_ = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
-    scope = {}
-    exec(compile(example, "README.md", "exec"), scope)
-    gradient = scope["hidden"].grad
-    assert gradient[0, 0].abs().sum() > 0 and (gradient[~scope["mask"]] == 0).all()
-    assert (gradient[:, 3:] == 0).all()  # the second turn's rewards are equal: nothing to learn
-
-
 def test_the_setup_is_two_commands():
     blocks = re.findall(r"^```bash\n(.*?)^```", README, re.S | re.M)
     assert "crest-train run" in blocks[0] and "pytest" in blocks[1]
