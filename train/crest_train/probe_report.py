@@ -102,7 +102,7 @@ def draw(path: Path, rows: list[Row], title: str) -> None:
     figure.suptitle(title)
     panels = (
         ("snr", "linear", "signal to noise of one batch's gradient"),
-        ("cosine_vs_turn_grpo", "symlog", "cosine with the mean reward-to-go gradient, minus turn_grpo's"),
+        ("cosine_vs_turn_grpo", "symlog", "cosine with the mean reward-to-go gradient,\nminus turn_grpo's"),
     )
     for axes, (key, scale, words) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
         for place, row in enumerate(rows):
@@ -116,7 +116,7 @@ def draw(path: Path, rows: list[Row], title: str) -> None:
         axes.grid(alpha=0.3)
         axes.axvline(0, color="0.3", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=120)
     write_atomically(path, image.getvalue())
