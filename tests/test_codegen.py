@@ -150,10 +150,14 @@ def test_an_unknown_target_is_refused(tmp_path):
     assert "sm_70" in done.stderr and "gfx942" in done.stderr
 
 
+TARGETS = ("sm_90", "gfx942")  # of the four of bench/results/codegen.csv: the one with limits, and the other vendor's
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("codegen")
-    done = _crest_bench("codegen", "--json", "--csv", folder / "codegen.csv", cwd=folder)
+    targets = [part for target in TARGETS for part in ("--target", target)]
+    done = _crest_bench("codegen", *targets, "--json", "--csv", folder / "codegen.csv", cwd=folder)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert len(list(csv.DictReader((folder / "codegen.csv").open(newline="")))) == len(rows)
@@ -168,9 +172,9 @@ def _hot(rows, role, target="sm_90"):
     ]
 
 
-def test_every_kernel_is_compiled_for_every_target(rows):
+def test_every_kernel_is_compiled_for_both_vendors(rows):
     for kernel in codegen.KERNELS:
-        for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        for target in TARGETS:
             found = [row for row in rows if (row["kernel"], row["target"]) == (kernel.name, target)]
             assert found, (kernel.name, target)
             assert min(row["logits"] for row in found if row["loop"] == "hot") == kernel.logits_per_thread

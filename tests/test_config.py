@@ -39,7 +39,7 @@ def own_module(tmp_path, monkeypatch):
 def test_default_run():
     config = Config()
     assert (config.environment.name, config.method.name, config.policy.model) == ("desk", "crest", "desk")
-    assert (config.rollout.sessions, config.rollout.group_size, config.training.steps) == (8, 8, 40)
+    assert (config.rollout.sessions, config.rollout.group_size, config.training.steps) == (8, 8, 20)
     assert (config.training.rate, config.training.betas, config.training.minibatches) == (6e-4, (0.9, 0.95), 2)
     assert make_environment("desk", config.environment.options).num_turns == 8
     assert load_config() == config

@@ -28,11 +28,17 @@ def batch():
     return x, teacher, y, random(3, 10, seed=4).abs(), old
 
 
+SURROGATES = [PPOClip(0.2, 0.28), PPOClip(0.1, 0.1, dual=1.5), PPOClip(level="turn")]
+SQUARE = [  # every pair of two settings is among them
+    (scope, gate, SURROGATES[(i + j + k) % 3], on_policy)
+    for i, scope in enumerate(["trajectory", "turn", "batch"])
+    for j, gate in enumerate(["surprisal", "entropy"])
+    for k, on_policy in enumerate([False, True])
+]
+
+
 @both
-@pytest.mark.parametrize("scope", ["trajectory", "turn", "batch"])
-@pytest.mark.parametrize("gate", ["surprisal", "entropy"])
-@pytest.mark.parametrize("surrogate", [PPOClip(0.2, 0.28), PPOClip(0.1, 0.1, dual=1.5), PPOClip(level="turn")])
-@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize(("scope", "gate", "surrogate", "on_policy"), SQUARE)
 def test_equals_the_method_and_policy_loss(backend, scope, gate, surrogate, on_policy):
     x, teacher, y, weight, old = batch()
     config = CrestConfig(scope=scope, gate=gate, surrogate=surrogate)

@@ -75,12 +75,12 @@ def test_adding_a_constant_to_a_row_changes_nothing(backend, constant):
 def test_rows_are_bitwise_independent(backend, vocabulary, dtype):
     if backend == "triton" and vocabulary > 6000:
         pytest.skip("the same code path as 5003, minutes in the interpreter")
-    x, y = logits_of(11, vocabulary, dtype=dtype), targets_of(11, high=vocabulary)
-    weight = logits_of(11, seed=5)
+    x, y = logits_of(6, vocabulary, dtype=dtype), targets_of(6, high=vocabulary)
+    weight = logits_of(6, seed=5)
     whole, gradient = token_stats(x, y, backend=backend), gradient_of(x, y, weight, weight, backend=backend)
     again = token_stats(x, y, backend=backend)
     assert torch.equal(whole.logp, again.logp) and torch.equal(whole.entropy, again.entropy)
-    for rows in ([0], [10], [3, 4], [9, 2, 5], list(range(1, 11))):
+    for rows in ([0], [5], [4, 1, 3], [1, 2, 3, 4, 5]):
         part = token_stats(x[rows], y[rows], backend=backend)
         for name in ("logp", "entropy", "lse"):
             assert torch.equal(getattr(part, name), getattr(whole, name)[rows]), name
@@ -92,28 +92,28 @@ def test_rows_are_bitwise_independent(backend, vocabulary, dtype):
 
 @both
 def test_any_strides(backend):
-    base, y = logits_of(4, 6, 40), targets_of(4, 6, high=32)
-    padded = torch.zeros(4, 6, 64)
+    base, y = logits_of(2, 4, 40), targets_of(2, 4, high=32)
+    padded = torch.zeros(2, 4, 64)
     padded[..., :40] = base
     views = {
         "transposed": base.transpose(0, 1).contiguous().transpose(0, 1),
         "shifted": torch.cat([base, base[:, :1]], 1)[:, :-1],
         "columns of a wider buffer": padded[..., :40],
         "last dimension not contiguous": base.transpose(1, 2).contiguous().transpose(1, 2),
-        "four dimensions": base.view(2, 2, 6, 40),
+        "four dimensions": base.view(2, 2, 2, 40),
     }
-    weight = logits_of(4, 6, seed=5)
+    weight = logits_of(2, 4, seed=5)
     whole, gradient = token_stats(base, y, backend=backend), gradient_of(base, y, weight, weight, backend=backend)
     for name, view in views.items():
         shape = view.shape[:-1]
         found = token_stats(view, y.view(shape), backend=backend)
-        assert torch.equal(found.logp.view(4, 6), whole.logp), name
+        assert torch.equal(found.logp.view(2, 4), whole.logp), name
         x = view.detach().requires_grad_()
         part = token_stats(x, y.view(shape), backend=backend)
         (again,) = torch.autograd.grad((weight.view(shape) * (part.logp + part.entropy)).sum(), x)
-        assert torch.allclose(again.reshape(4, 6, 40), gradient, atol=1e-6), name
-    expanded = token_stats(base[:1, :1].expand(4, 6, 40), y, backend=backend)
-    assert torch.equal(expanded.entropy, whole.entropy[0, 0].expand(4, 6))
+        assert torch.allclose(again.reshape(2, 4, 40), gradient, atol=1e-6), name
+    expanded = token_stats(base[:1, :1].expand(2, 4, 40), y, backend=backend)
+    assert torch.equal(expanded.entropy, whole.entropy[0, 0].expand(2, 4))
     strided_targets = torch.stack([y, y], -1)[..., 0]
     assert torch.equal(token_stats(base, strided_targets, backend=backend).logp, whole.logp)
 

@@ -124,7 +124,7 @@ class TrainingSection(Section):
     rate, betas: of Adam; clip: largest gradient norm; rows_per_micro_batch: rows in one forward and backward pass.
     """
 
-    steps: int = Field(40, ge=0)
+    steps: int = Field(20, ge=0)
     minibatches: int = Field(2, ge=1)
     epochs: int = Field(1, ge=1)
     rate: float = Field(6e-4, gt=0)
