@@ -63,6 +63,12 @@ class TestFigures:
         assert beyond_noise(5.0, None, 1) is None
         assert beyond_noise(0.2229, 1.0, 100) is True and beyond_noise(0.2227, 1.0, 100) is False
 
+    def test_runs_that_were_held_out_after_other_steps(self):
+        rows = curve("grpo", 0, 0.5, 0.6, 0.7, 0.8) + curve("grpo", 1, 0.5, 0.6, 0.7, 0.8)
+        rows = [row for row in rows if row["seed"] == 0 or row["step"] in (0, 10, 20)]
+        with pytest.raises(ValueError, match="grpo, rate .*, seed 1: held out after other steps than grpo"):
+            curves_of(rows)
+
     def test_a_run_that_is_there_twice(self):
         with pytest.raises(ValueError, match="grpo, rate 0.0006, seed 3: step 0 twice"):
             curves_of(curve("grpo", 3, *[0.5] * 4) * 2)

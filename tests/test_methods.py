@@ -7,7 +7,8 @@ import pytest
 import torch
 from every_signal import random_signals
 
-from crest_ops.methods import METHODS
+from crest_ops import CrestConfig, FactorConfig, TriageConfig
+from crest_ops.methods import METHODS, needs_of
 from crest_ops.methods.grpo import GRPOConfig
 from crest_ops.reductions import token_mean
 from crest_ops.signals import Credit, Signals
@@ -90,6 +91,12 @@ def test_needs_are_signals():
         assert set(method.needs) <= known
 
 
+def test_needs_follow_the_settings_where_they_decide():
+    assert needs_of("turn_grpo", METHODS["turn_grpo"].Config()) == ("turn_reward_K",)
+    by_base = {base: needs_of("responsibility", METHODS["responsibility"].Config(base)) for base in ("turn", "group")}
+    assert by_base == {"turn": ("turn_reward_K", "error_S", "cause_S"), "group": ("reward_B", "error_S", "cause_S")}
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_arguments_of_another_type_are_named(name):
     method = METHODS[name]
@@ -120,3 +127,12 @@ def test_settings_of_another_type_are_named(name):
         for value in wrong:
             with pytest.raises(ValueError, match=f"{field.name} is "):
                 config(**{field.name: value})
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [(CrestConfig, "lam", 1e300), (TriageConfig, "table", (1e300, 0.0, 0.0, 0.0)), (FactorConfig, "tau", 1e-39)],
+)
+def test_settings_that_float32_cannot_hold_are_refused(config, field, value):
+    with pytest.raises(ValueError, match=f"{field} is "):
+        config(**{field: value})

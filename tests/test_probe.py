@@ -328,9 +328,14 @@ def test_bad_input_is_refused_before_any_work(run_folder, probed, policy_folder,
     refused("unknown control 'crest@noisy'; known: shuffled, noise, reduction", methods=["crest@noisy"])
     refused("unknown control 'grpo@noise'; known: none for grpo", methods=["grpo@noise"])
     refused("--project: found -1", project=-1)
-    refused("no run folder; want recorded rollouts, or a configuration", policy=policy_folder)
+    refused("no run folder; want a run's folder, or a model's with --rollouts or --config", policy=policy_folder)
     refused("is no model folder", policy=tmp_path / "nothing", rollouts=recorded)
     refused("holds 4 batches, want 5", rollouts=recorded, batches=5)
+    lone = tmp_path / "lone.jsonl"
+    lines = [json.loads(line) for line in recorded.read_text().splitlines()]
+    lone.write_text("".join(json.dumps(line | {"group": place}) + "\n" for place, line in enumerate(lines)))
+    refused("lone.jsonl: batch 0 holds one rollout of group 0, want two or more", rollouts=lone)
+    refused("nothing is not there; want a run's folder", policy=tmp_path / "nothing")
     refused("holds a probe already", output=probed[0])
     toy_model(vocab_size=8).save_pretrained(tmp_path / "small")
     toy_tokenizer().save_pretrained(tmp_path / "small")
@@ -348,7 +353,7 @@ def test_command(run_folder, tmp_path):
     with open(tmp_path / "probe" / "probe.csv", newline="") as file:
         assert [row["method"] for row in csv.DictReader(file)] == ["grpo", "turn_grpo", "crest", REFERENCE]
     done = CliRunner().invoke(app, ["probe", str(run_folder.checkpoint), *given, str(tmp_path / "other")])
-    assert "is no run folder; want recorded rollouts" in str(done.exception)
+    assert "is no run folder; want a run's folder" in str(done.exception)
 
 
 def test_no_signal_is_told_and_no_zero(run_folder, tmp_path, monkeypatch, capsys):

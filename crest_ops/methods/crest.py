@@ -5,7 +5,6 @@ Multi-step LLM Agents. Shape letters: N token positions, K turns.
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +18,7 @@ from ..segments import segment_expand
 from ..signals import MultiplicativeCredit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
-from .settings import check_arguments, check_numbers, check_settings
+from .settings import LARGEST, SMALLEST, check_arguments, check_numbers, check_settings
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class CrestConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, gate=("surprisal", "entropy"), scope=("batch", "trajectory", "turn"))
-        check_numbers(self, lam=(0, sys.float_info.max), eps=(0, 1), rho=(0, 1), tau=(sys.float_info.min, math.inf))
+        check_numbers(self, lam=(0, LARGEST), eps=(0, 1), rho=(0, 1), tau=(SMALLEST, math.inf))
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -4,8 +4,6 @@ arXiv 2503.20783, Understanding R1-Zero-Like Training: A Critical Perspective. S
 B trajectories.
 """
 
-import math
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +13,7 @@ from ..segments import segment_expand
 from ..signals import Credit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
-from .settings import check_arguments, check_numbers, check_settings
+from .settings import LARGEST, SMALLEST, check_arguments, check_numbers, check_settings
 
 needs = ("reward_B",)
 
@@ -37,7 +35,7 @@ class DrGRPOConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, singleton=("zero", "reward"), reduction=("fixed_length", *REDUCTIONS))
-        check_numbers(self, length=(sys.float_info.min, math.nextafter(math.inf, 0)))
+        check_numbers(self, length=(SMALLEST, LARGEST))
 
 
 Config = DrGRPOConfig

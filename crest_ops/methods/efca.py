@@ -5,7 +5,6 @@ Signals after summaries of the paper; the weight itself is not public, and the o
 Shape letters: N token positions, S actions, B trajectories.
 """
 
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from ..returns import discounted_return
 from ..signals import AdditiveCredit, Signals
 from ..spans import Spans, check_length
 from .gigpo import GiGPOConfig, credit_of_returns
-from .settings import check_arguments, check_counts, check_number, check_numbers
+from .settings import LARGEST, check_arguments, check_counts, check_number, check_numbers
 
 needs = ("reward_B", "action_reward_S", "feedback_S", "state_key_S")
 
@@ -41,7 +40,7 @@ class EFCAConfig(GiGPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_numbers(self, eta=(0, 1), low=(0, 1), high=(1, 2))
-        check_numbers(self, beta_feedback=(0, sys.float_info.max), beta_history=(0, sys.float_info.max))
+        check_numbers(self, beta_feedback=(0, LARGEST), beta_history=(0, LARGEST))
         check_counts(self, "window")
 
 
@@ -95,9 +94,8 @@ def reweighted_return(
     returns, feedback, history [S] real; betas >= 0, low in [0, 1], high in [1, 2]. Returns [S] in the dtype of returns.
     Raises ValueError: a number out of range.
     """
-    largest = sys.float_info.max
-    check_number("beta_feedback", beta_feedback, 0, largest)
-    check_number("beta_history", beta_history, 0, largest)
+    check_number("beta_feedback", beta_feedback, 0, LARGEST)
+    check_number("beta_history", beta_history, 0, LARGEST)
     check_number("low", low, 0, 1)
     check_number("high", high, 1, 2)
     weight_S = (1 + beta_feedback * feedback.double() + beta_history * history.double()).clamp(low, high)

@@ -5,7 +5,6 @@ Learning; details from its authors' repository. Shape letters: N token positions
 """
 
 import math
-import sys
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -20,7 +19,7 @@ from ..segments import segment_center, segment_expand, segment_std, segment_sum
 from ..signals import MultiplicativeCredit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
-from .settings import check_arguments, check_numbers, check_settings, decayed
+from .settings import LARGEST, SMALLEST, check_arguments, check_numbers, check_settings, decayed
 
 Preset = Literal["leave_one_out", "zscore", "raw"]
 
@@ -49,8 +48,8 @@ class FactorConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, potential=("value", "uniform"), advantage=("leave_one_out", "zscore", "raw"))
-        positive = (sys.float_info.min, math.inf)
-        check_numbers(self, eta=(0, 1), tau=positive, clip=positive, lam_kl=(0, sys.float_info.max))
+        positive = (SMALLEST, math.inf)
+        check_numbers(self, eta=(0, 1), tau=positive, clip=positive, lam_kl=(0, LARGEST))
         check_numbers(self, warmup=(0, math.inf), decay_steps=(1, math.inf))
 
     @property

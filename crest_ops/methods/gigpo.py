@@ -4,7 +4,6 @@ arXiv 2505.10978, Group-in-Group Policy Optimization for LLM Agent Training. Sha
 S actions, B trajectories.
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +17,7 @@ from ..segments import segment_center, segment_expand, segment_zscore
 from ..signals import AdditiveCredit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
-from .settings import check_arguments, check_numbers, check_settings
+from .settings import LARGEST, check_arguments, check_numbers, check_settings
 
 needs = ("reward_B", "action_reward_S", "state_key_S")
 
@@ -52,7 +51,7 @@ class GiGPOConfig:
             episode_over=("trajectories", "actions"),
             singleton=("zero", "reward"),
         )
-        check_numbers(self, omega=(0, sys.float_info.max), gamma=(0, 1))
+        check_numbers(self, omega=(0, LARGEST), gamma=(0, 1))
 
     @property
     def scale(self) -> Literal["std", "none"]:

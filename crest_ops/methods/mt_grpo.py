@@ -4,7 +4,6 @@ arXiv 2505.11821, Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level 
 positions, K turns, B trajectories.
 """
 
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from ..segments import segment_expand, segment_sum, segment_zscore
 from ..signals import AdditiveCredit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
-from .settings import check_arguments, check_numbers, check_settings
+from .settings import LARGEST, check_arguments, check_numbers, check_settings
 
 needs = ("reward_B", "turn_reward_K")
 
@@ -37,7 +36,7 @@ class MTGRPOConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        check_numbers(self, lam=(0, sys.float_info.max))
+        check_numbers(self, lam=(0, LARGEST))
 
 
 Config = MTGRPOConfig

@@ -4,7 +4,6 @@ Multiplicative: the teacher never turns the verifier's sign. Shape letters: N to
 """
 
 import math
-import sys
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -16,7 +15,7 @@ from ..segments import segment_expand
 from ..signals import MultiplicativeCredit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
-from .settings import check_arguments, check_number, check_numbers, check_settings, decayed
+from .settings import SMALLEST, check_arguments, check_number, check_numbers, check_settings, decayed
 
 needs = ("reward_B", "teacher_gap_N")
 
@@ -40,7 +39,7 @@ class RLSDConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        check_numbers(self, lam=(0, 1), eps_w=(0, 1), steps=(sys.float_info.min, math.inf))
+        check_numbers(self, lam=(0, 1), eps_w=(0, 1), steps=(SMALLEST, math.inf))
 
     def at(self, step: int) -> "RLSDConfig":
         """The settings of training step k = `step`: lam_k = lam * max(0, 1 - k / steps).

@@ -5,7 +5,6 @@ feedback never turns the verifier's sign. Shape letters: N token positions, S ac
 """
 
 import math
-import sys
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -18,7 +17,7 @@ from ..signals import MultiplicativeCredit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
 from .rlsd import reweighted
-from .settings import check_arguments, check_numbers, check_settings, decayed
+from .settings import SMALLEST, check_arguments, check_numbers, check_settings, decayed
 
 needs = ("reward_B", "teacher_gap_N")
 
@@ -54,7 +53,7 @@ class SERLConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        check_numbers(self, alpha=(0, 1), eps_w=(0, 1), steps=(sys.float_info.min, math.inf))
+        check_numbers(self, alpha=(0, 1), eps_w=(0, 1), steps=(SMALLEST, math.inf))
 
     def at(self, step: int) -> "SERLConfig":
         """The settings of training step k = `step`: alpha_k = alpha * max(0, 1 - k / steps).

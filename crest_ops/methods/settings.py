@@ -1,13 +1,18 @@
 """What every method's settings and arguments must keep to."""
 
-import sys
 from dataclasses import fields
 from typing import Any
+
+import torch
 
 from ..reductions import REDUCTIONS
 from ..signals import Signals
 from ..spans import Spans
 from ..surrogates import check_surrogate
+
+SMALLEST = torch.finfo(torch.float32).tiny
+LARGEST = torch.finfo(torch.float32).max ** 0.5
+"""Bounds of settings: what they multiply or divide in float32 stays finite."""
 
 
 def check_settings(config: Any, **known: tuple[str, ...]) -> None:
@@ -17,7 +22,7 @@ def check_settings(config: Any, **known: tuple[str, ...]) -> None:
         if isinstance(field.default, bool) and not isinstance(value, bool):
             raise ValueError(f"{field.name} is {value!r}, want True or False")
     if hasattr(config, "std_eps"):
-        check_numbers(config, std_eps=(0, sys.float_info.max))
+        check_numbers(config, std_eps=(0, LARGEST))
     check_surrogate(config.surrogate)
     for name, values in {"reduction": tuple(REDUCTIONS), **known}.items():
         if getattr(config, name) not in values:

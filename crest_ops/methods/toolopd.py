@@ -6,7 +6,6 @@ id); the formulas are this project's own, with parts of FACTOR, arXiv 2608.07118
 term. Shape letters: N token positions, S actions, B trajectories.
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +19,7 @@ from ..segments import segment_expand, segment_mean
 from ..signals import Credit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
-from .settings import check_arguments, check_numbers, check_settings
+from .settings import LARGEST, SMALLEST, check_arguments, check_numbers, check_settings
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ class ToolOPDConfig:
     def __post_init__(self) -> None:
         kinds = ("sampled_reverse_kl", "reverse_kl")
         check_settings(self, level=("action", "token"), kind=kinds)
-        largest = sys.float_info.max
-        check_numbers(self, beta=(0, largest), kappa=(0, largest), clip=(sys.float_info.min, largest))
+        check_numbers(self, beta=(0, LARGEST), kappa=(0, LARGEST), clip=(SMALLEST, LARGEST))
         if self.gate and self.kind != "sampled_reverse_kl":
             raise ValueError(f"gate is True and kind is {self.kind!r}, want kind 'sampled_reverse_kl' with a gate")
 

@@ -5,7 +5,6 @@ the same short name). Formulas from summaries that agree and from the paper's ap
 Shape letters: N token positions, S actions, B trajectories.
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +17,7 @@ from ..segments import segment_expand
 from ..signals import AdditiveCredit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
-from .settings import check_arguments, check_counts, check_numbers, check_settings
+from .settings import LARGEST, SMALLEST, check_arguments, check_counts, check_numbers, check_settings
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,10 @@ class TraceConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, answer=("last", "none", "action_mask"))
-        finite = (0, sys.float_info.max)
+        finite = (0, LARGEST)
         check_numbers(self, alpha_out=finite, alpha_turn=finite, gamma=(0, 1))
         check_counts(self, "steps")
-        check_numbers(self, eps=(sys.float_info.min, sys.float_info.max))
+        check_numbers(self, eps=(SMALLEST, LARGEST))
 
     @property
     def needs(self) -> tuple[str, ...]:

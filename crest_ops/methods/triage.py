@@ -5,7 +5,6 @@ those of a third-party summary, what goes beyond them is marked as this project'
 success must be able to turn negative. Shape letters: N token positions, S actions, B trajectories.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from ..segments import segment_expand, segment_mean, segment_zscore
 from ..signals import AdditiveCredit, Signals
 from ..spans import Spans
 from ..surrogates import PPOClip, Surrogate
-from .settings import check_arguments, check_numbers, check_settings
+from .settings import LARGEST, check_arguments, check_numbers, check_settings
 
 needs = ("reward_B", "role_S")
 
@@ -31,7 +30,7 @@ Table = tuple[float, float, float, float]
 
 
 def _check_table(name: str, table: Table) -> None:
-    numbers = isinstance(table, tuple) and all(isinstance(c, int | float) and math.isfinite(c) for c in table)
+    numbers = isinstance(table, tuple) and all(isinstance(c, int | float) and abs(c) <= LARGEST for c in table)
     if not numbers or len(table) != len(ROLES):
         raise ValueError(f"{name} is {table!r}, want a tuple of {len(ROLES)} finite numbers, one a role")
 

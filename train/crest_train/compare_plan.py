@@ -91,8 +91,9 @@ def entries(methods: str, shared: MethodSection, options: Path | None = None) ->
         table = {"name": label, "session_reward": shared.session_reward, **own, **tables.get(label, {})}
         try:
             found[label] = load_config(None, {"method": table}).method
+            make_method(found[label])
         except ValueError as error:
-            raise ValueError(f"{options}: [{label}]: {error}") from error
+            raise ValueError(f"{options}: [{label}]: {error}" if label in tables else str(error)) from error
         if label in METHODS and found[label].name != label:
             raise ValueError(f"{options}: [{label}]: name is {found[label].name!r}; give the table a label of its own")
     return found

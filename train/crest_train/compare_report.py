@@ -123,11 +123,19 @@ def curves_of(rows: list[Row]) -> Curves:
         if curve and curve[-1]["step"] == row["step"]:
             raise ValueError(f"{row['method']}, rate {row['rate']}, seed {row['seed']}: step {row['step']} twice")
         curve.append(row)
-    for last in (curve[-1] for rates in found.values() for seeds in rates.values() for curve in seeds.values()):
+    runs = [curve for rates in found.values() for seeds in rates.values() for curve in seeds.values()]
+    steps = [row["step"] for row in runs[0]]
+    for curve in runs:
+        last = curve[-1]
         if last["step"] != last["steps"]:
             raise ValueError(
                 f"{last['method']}, rate {last['rate']}, seed {last['seed']}: ends with step {last['step']} of "
                 f"{last['steps']}; wanted finished runs"
+            )
+        if [row["step"] for row in curve] != steps:
+            raise ValueError(
+                f"{last['method']}, rate {last['rate']}, seed {last['seed']}: held out after other steps than "
+                f"{runs[0][0]['method']}; wanted runs of one configuration"
             )
     return found
 

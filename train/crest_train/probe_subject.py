@@ -47,7 +47,8 @@ def subject_of(policy: Path, config: Config | None, seed: int, recorded: bool) -
     """
     run = RunFolder(policy) if (policy / "config.toml").is_file() else None
     if run is None and config is None and not recorded:
-        raise ValueError(f"--rollouts: {policy} is no run folder; want recorded rollouts, or a configuration to play")
+        what = "is no run folder" if policy.is_dir() else "is not there"
+        raise ValueError(f"POLICY: {policy} {what}; want a run's folder, or a model's with --rollouts or --config")
     config = config or (load_config(policy / "config.toml") if run else Config())
     config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
     if run is None:
@@ -80,6 +81,10 @@ def played(subject: Subject, chat: Chat, first: int, number: int) -> Iterator[Ba
 def recorded(path: Path, model: PreTrainedModel, batches: int, spare: bool) -> tuple[list[Batch], list[Batch]]:
     """The first batches of a file, and those behind them. Raises ValueError: too few; none behind, though needed."""
     found = list(read_rollouts(path, model.config.get_text_config().vocab_size))
+    for number, (_, group) in enumerate(found):
+        if (group.bincount() < 2).any():
+            lone = int((group.bincount() < 2).nonzero()[0])
+            raise ValueError(f"--rollouts: {path}: batch {number} holds one rollout of group {lone}, want two or more")
     if len(found) < batches + spare:
         what = ", and one or more that the value head learns from" if spare else ""
         raise ValueError(f"--batches: {path} holds {len(found)} batches, want {batches}{what}")
