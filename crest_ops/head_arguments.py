@@ -6,7 +6,7 @@ Shape letters: V vocabulary, H hidden size.
 import torch
 from torch import Tensor, nn
 
-from .vocabulary import FLOAT_DTYPES
+from .vocabulary import FLOAT_DTYPES, check_differentiation
 
 FSDP = (
     "call the op inside the wrapped model's forward (hidden_states(model, batch, then=...)), or inside "
@@ -16,11 +16,13 @@ FSDP = (
 
 def check_head_arguments(hidden, head_weight, head_bias, targets, *, prefix: str = "") -> None:
     """hidden [..., H] floating with a row for each of targets [...]; head_weight [V, H] and head_bias [V] (or None),
-    whole, floating, on the device of hidden. Names in messages start with prefix ("teacher_").
+    whole, floating, on the device of hidden; none under torch.func or in forward mode. Names in
+    messages start with prefix ("teacher_").
 
     Raises ValueError naming the argument, what was found and what was wanted.
     """
     hidden_name, weight_name, bias_name = f"{prefix}hidden", f"{prefix}head_weight", f"{prefix}head_bias"
+    check_differentiation(**{hidden_name: hidden, weight_name: head_weight, bias_name: head_bias})
     check_whole(hidden_name, hidden)
     check_weight(weight_name, head_weight)
     if not isinstance(targets, Tensor):
@@ -81,9 +83,7 @@ def check_whole(name: str, tensor) -> None:
     try:
         num_bytes = tensor.untyped_storage().nbytes()
     except NotImplementedError as error:
-        raise ValueError(
-            f"{name} is {found} without memory of its own (sparse, or under torch.func), want a plain tensor"
-        ) from error
+        raise ValueError(f"{name} is {found} without memory of its own (sparse), want a plain tensor") from error
     if not num_bytes:
         raise ValueError(f"{name} is {found} whose memory was freed, as FSDP does between uses: {FSDP}")
 

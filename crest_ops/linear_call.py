@@ -13,7 +13,7 @@ from .backend import resolve_backend
 from .chunks import default_logits_dtype, gradient_dtype, useful_chunk_bytes
 from .head_arguments import check_head_arguments
 from .shards import Shard, shard_of
-from .vocabulary import as_rows, check_differentiation, check_row_arguments
+from .vocabulary import as_rows, check_row_arguments
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ def prepare(
 ) -> Call:  # fmt: skip
     """Check the arguments that the linear ops share, before any work. With a process_group: called where `agreed`."""
     check_head_arguments(hidden, head_weight, head_bias, targets)
-    check_differentiation(hidden=hidden, head_weight=head_weight, head_bias=head_bias)
     if type(max_chunk_bytes) is not int or max_chunk_bytes < 1:
         raise ValueError(f"max_chunk_bytes is {max_chunk_bytes!r}, want an int > 0")
     compute_dtype = operand_dtype(hidden, head_weight)

@@ -2,7 +2,9 @@
 
 import ast
 import importlib.util
+import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,9 +127,89 @@ def test_what_a_kernel_would_misread_is_refused(kernel):
         with pytest.raises(ValueError, match=message):
             kernel.token_stats(*arguments)
     _, entropy, _, _, normaliser = kernel.token_stats(logits, TARGETS, ONE, V)
-    expanded = torch.ones(()).expand(5)
-    with pytest.raises(ValueError, match="grad_logp"):
-        kernel.token_stats_grad(logits.clone(), logits, TARGETS, ONE, entropy, normaliser, expanded, None, V)
+    expanded, ones = torch.ones(()).expand(5), torch.ones(5)
+    for message, per_row in (("grad_logp", (normaliser, expanded)), ("normaliser", (normaliser[:1], ones))):
+        with pytest.raises(ValueError, match=f"^{message} is"):
+            kernel.token_stats_grad(logits.clone(), logits, TARGETS, ONE, entropy, *per_row, None, V)
+    with pytest.raises(ValueError, match=r"^normaliser is \[2, 5\].*\[4, 5\]"):
+        kernel.token_divergence_grad(
+            logits.clone(), logits, logits, TARGETS, ONE, ones, ones, ones, normaliser, ones, ones, ones, ones, V
+        )
+    with pytest.raises(ValueError, match="^kl_coef is 1.0, but ref_logp is None"):
+        kernel.policy_loss(
+            logits[0], TARGETS, ONE, ones, ones, None, None, None, num_columns=V, logit_scale=1.0, softcap=0.0,
+            kl_coef=1.0, entropy_coef=0.0, surrogate=(0, 0.2, 0.28, float("inf")),
+        )  # fmt: skip
+
+
+def test_a_target_beyond_the_columns_is_an_excluded_one(kernel):
+    """It reads nothing outside the row: log-prob -inf, gradient 0."""
+    logits, beyond = rows(), torch.tensor([V, 10**12, -1, 36, 7])
+    logp, entropy, _, _, normaliser = kernel.token_stats(logits, beyond, ONE, V)
+    assert (logp == -torch.inf).tolist() == [True, True, False, False, False]
+    grad = torch.full_like(logits, torch.nan)
+    kernel.token_stats_grad(grad, logits, beyond, ONE, entropy, normaliser, torch.ones(5), torch.ones(5), V)
+    assert not grad[0, :3].any() and grad[0, 3:].abs().sum(-1).gt(0).all()
+
+
+SPAN_OF_TOKEN = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+SEGMENTS = {
+    "logp": torch.tensor([-1.0, -0.2, -3.0, -0.7, -1.5, -2.0, -0.1]),
+    "teacher_logp": torch.tensor([-0.5, -0.9, -1.0, -0.6, -2.5, -0.3, -0.4]),
+    "old_logp": torch.tensor([-1.1, -0.3, -2.2, -0.9, -1.2, -2.1, -0.8]),
+    "uncertainty": torch.tensor([1.1, 0.3, 2.2, 0.9, 1.2, 2.1, 0.8]),
+    "live": torch.tensor([1, 1, 1, 1, 1, 0, 1], dtype=torch.bool),
+    "turn_of_token": torch.tensor([0, 0, 1, 1, 2, -1, 2], dtype=torch.int32),
+    "turn_advantage": torch.tensor([1.0, -2.0, 0.5]),
+    "weight": torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]),
+    "ends": torch.tensor([3, 7]),
+}  # one span of three tokens, one of four
+SETTINGS = dict(lam=0.3, eps=0.28, tau=2.0, rho=0.5, std_eps=1e-6, low=0.2, high=0.28, dual=None)
+
+
+def test_the_segment_pass(kernel):
+    """Against its docstring's formula in float64, token by token."""
+    t = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in SEGMENTS.items()}
+    logp = t["logp"].requires_grad_()
+    A, live = t["turn_advantage"][t["turn_of_token"].clamp(min=0)], t["live"]
+    z = torch.zeros(7).double()
+    for span in (0, 1):
+        here = live & (SPAN_OF_TOKEN == span)
+        u = t["uncertainty"][here]
+        z[here] = (u - u.mean()) / (u.std(correction=0) + 1e-6)
+    w = (A.sign() * (t["teacher_logp"] - t["old_logp"]) / 2).exp()
+    phi = 1 + (0.3 * (1 + 0.5 * (2 * z.sigmoid() - 1))).clamp(0, 0.3) * (w.clamp(1, 1.28) - 1)
+    ratio = (logp - t["old_logp"]).exp()
+    value = torch.where(live, t["weight"] * torch.maximum(-ratio * A * phi, -ratio.clamp(0.8, 1.28) * A * phi), 0)
+    (slope,) = torch.autograd.grad(value.sum(), logp)
+    found = kernel.crest_segments(**SEGMENTS, **SETTINGS)
+    for tensor, exact in zip(found, (value, slope, ratio * live, live & (slope == 0), phi * live), strict=True):
+        torch.testing.assert_close(tensor.double(), exact.detach().double(), rtol=1e-5, atol=1e-6)
+
+
+def test_segments_that_a_kernel_would_misread_are_refused(kernel):
+    doubled = SEGMENTS["logp"].repeat_interleave(2)
+    bad = [
+        ("logp", doubled[::2]), ("old_logp", SEGMENTS["old_logp"][:6]), ("teacher_logp", doubled[:7].double()),
+        ("uncertainty", torch.ones(()).expand(7)), ("weight", [1.0] * 7), ("live", SEGMENTS["live"].int()),
+        ("turn_of_token", SEGMENTS["turn_of_token"].long()), ("turn_of_token", torch.full((7,), 3).int()),
+        ("turn_of_token", torch.full((7,), -1).int()), ("turn_advantage", SEGMENTS["turn_advantage"].double()),
+        ("turn_advantage", torch.ones(1, 3)), ("ends", torch.tensor([3, 6])), ("ends", torch.tensor([3, 8])),
+        ("ends", torch.tensor([5, 3, 7])), ("ends", torch.tensor([-1, 7])), ("ends", torch.tensor(7)),
+        ("ends", torch.tensor([3, 7], dtype=torch.int32)), ("ends", torch.zeros(0, dtype=torch.int64)),
+    ]  # fmt: skip
+    for name, value in bad:
+        with pytest.raises(ValueError, match=rf"^{name}(\[\d\])? is "):
+            kernel.crest_segments(**(SEGMENTS | {name: value}), **SETTINGS)
+    none = {name: tensor[:0] for name, tensor in SEGMENTS.items()} | {"ends": torch.tensor([0])}
+    assert [len(tensor) for tensor in kernel.crest_segments(**none, **SETTINGS)] == [0] * 5
+
+
+def test_every_docstring_says_what_its_arguments_are(kernel):
+    for name in NAMES:
+        function = getattr(kernel, name)
+        for argument in inspect.signature(function).parameters:
+            assert re.search(rf"\b{argument}\b", function.__doc__), f"{name}: {argument}"
 
 
 def test_the_layout_is_what_kernels_reads(repository):

@@ -1,6 +1,6 @@
 """What the launchers ask of their tensors: a kernel reads addresses, whatever lies there.
 
-N rows of logits, V columns.
+N rows of logits (or tokens), V columns.
 """
 
 import torch
@@ -28,22 +28,35 @@ def check_rows(targets, temperature, num_columns: int, **logits) -> None:
             )
         if rows.device != targets.device:
             raise ValueError(f"{name} is on {rows.device}, want {targets.device}, where targets are")
-    _check("targets", targets, torch.int64, num_rows, targets.device)
-    _check("temperature", temperature, torch.float32, 1 if temperature.numel() == 1 else num_rows, targets.device)
+    check_tensor("targets", targets, torch.int64, (num_rows,), targets.device)
+    per_row = (1 if temperature.numel() == 1 else num_rows,)
+    check_tensor("temperature", temperature, torch.float32, per_row, targets.device)
 
 
 def check_per_row(targets, **values) -> None:
-    """Raises ValueError naming the argument unless values are contiguous float32 tensors [..., N] where targets are;
-    None is passed over.
+    """Raises ValueError naming the argument unless values are contiguous float32 tensors [N] where targets are; None
+    is passed over.
     """
     for name, value in values.items():
         if value is not None:
-            _check(name, value, torch.float32, targets.numel(), targets.device)
+            check_tensor(name, value, torch.float32, targets.shape, targets.device)
 
 
-def _check(name: str, value, dtype, length: int, device) -> None:
-    if value.dtype != dtype or value.dim() < 1 or value.shape[-1] != length or not value.is_contiguous():
+def check_tensor(name: str, value, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raises ValueError naming the argument unless value is a contiguous tensor of this dtype, shape and device."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name} is {type(value).__name__}, want a {dtype} tensor {[*shape]}")
+    if value.dtype != dtype or value.shape != shape or not value.is_contiguous():
         found = f"{[*value.shape]} {value.dtype} of strides {value.stride()}"
-        raise ValueError(f"{name} is {found}, want a contiguous {dtype} tensor of {length}")
+        raise ValueError(f"{name} is {found}, want a contiguous {dtype} tensor {[*shape]}")
     if value.device != device:
-        raise ValueError(f"{name} is on {value.device}, want {device}, where targets are")
+        raise ValueError(f"{name} is on {value.device}, want {device}, where the others are")
+
+
+def check_values(name: str, value, wrong, wanted: str) -> None:
+    """Raises ValueError naming the first wrong value; on a GPU, which is not waited for, a device-side assert."""
+    if value.device.type != "cpu":
+        torch._assert_async(~wrong.any(), f"{name}: want {wanted}")
+    elif wrong.any():
+        at = int(wrong.nonzero()[0])
+        raise ValueError(f"{name}[{at}] is {int(value[at])}, want {wanted}")

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .arguments import check_per_row, check_tensor, check_values
 from .device import LOG2E
 
 MAX_EXPONENT = tl.constexpr(20.0)
@@ -106,11 +107,34 @@ def crest_segments(
 ):  # fmt: skip
     """CrEST's credit, clipped surrogate and its slope of every token, in one launch (CrEST, arXiv 2608.13179).
 
-    Per-token tensors [N] float32 (live bool, turn_of_token int32), turn_advantage [K], ends [spans] int64: a span
-    covers the positions from the end of the one before it; the last end is N. dual None: no dual clip.
+    Per live token, A = turn_advantage[turn_of_token], mean and std of u = uncertainty over the live tokens of its span:
+    gap = teacher_logp - old_logp (0 where old_logp is -inf),  w = exp(clip(sgn(A) gap / tau, -20, 20)),
+    gate = sigmoid((u - mean) / (std + std_eps)),  strength = clip(lam (1 + rho (2 gate - 1)), 0, lam),
+    phi = 1 + strength (min(w, 1 + eps) - 1) where w > 1, else 1,  r = exp(clip(logp - old_logp, -20, 20)),
+    value = max(-r A phi, -clip(r, 1 - low, 1 + high) A phi), at most -dual A phi where A < 0,
+    slope = d value / d logp = -r A phi, 0 where clipped, beyond the clip at 20, and where logp is -inf.
 
-    Returns (weight * value, weight * slope, ratio, clipped, phi), 0 where not live.
+    logp, teacher_logp, old_logp, uncertainty, weight [N] float32; live [N] bool; turn_of_token [N] int32, in [0, K)
+    where live; turn_advantage [K] float32; ends [S] int64, never falling: span s covers the positions from ends[s - 1]
+    (0 for the first) to before ends[s], and the last end is N. All contiguous. lam: largest strength; eps: clip of the
+    teacher's weight w; tau > 0: temperature of the gap; rho: how far the gate moves the strength; std_eps >= 0: added
+    to the std, divided by the number of tokens; low, high: clip of the ratio r; dual: of the dual clip, None for none.
+
+    Returns (weight * value, weight * slope, ratio r, clipped bool, phi) [N], 0 where not live. Raises ValueError:
+    tensors that the kernel would misread; ends or turn_of_token out of range, on a GPU a device-side assert.
     """
+    num_tokens, num_turns, device = logp.numel(), turn_advantage.numel(), logp.device
+    check_tensor("logp", logp, torch.float32, (num_tokens,), device)
+    check_per_row(logp, teacher_logp=teacher_logp, old_logp=old_logp, uncertainty=uncertainty, weight=weight)
+    check_tensor("live", live, torch.bool, (num_tokens,), device)
+    check_tensor("turn_of_token", turn_of_token, torch.int32, (num_tokens,), device)
+    check_tensor("turn_advantage", turn_advantage, torch.float32, (num_turns,), device)
+    check_tensor("ends", ends, torch.int64, (max(ends.numel(), 1),), device)
+    elsewhere = live & ((turn_of_token < 0) | (turn_of_token >= num_turns))
+    check_values("turn_of_token", turn_of_token, elsewhere, f"0 <= turn < {num_turns} where live")
+    falling = ends.diff(prepend=ends.new_zeros(1)) < 0
+    falling[-1] |= ends[-1] != num_tokens
+    check_values("ends", ends, falling, f"no end below the one before it, and {num_tokens} (tokens) last")
     value, slope, ratio, phi = (torch.empty_like(logp) for _ in range(4))
     clipped = torch.empty_like(live)
     if not logp.numel():

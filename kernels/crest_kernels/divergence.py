@@ -272,9 +272,11 @@ def token_divergence(
     logits [B, T, V] and teacher_logits [B, T, V'] (last dimensions contiguous), targets [B*T] int64 (-1: not
     wanted; -2, of the KLs: ELSEWHERE), temperature [B*T] or [1] float32.
 
+    p, q, logp and entropy over the first num_columns columns, with logit_scale and softcap, as in `token_stats`;
     softcap 0.0 means none. Returns (logp, entropy, teacher_logp, student_kl, divergence, normaliser [4, N]), float32.
     jsd_weight 0.0: student_kl = KL(p || q), divergence = KL(q || p). Otherwise, m = (1 - jsd_weight) p + jsd_weight q:
     student_kl = KL(p || m), divergence = (1 - jsd_weight) KL(p || m) + jsd_weight KL(q || m).
+    Raises ValueError: tensors that the kernels would misread.
     """
     check_rows(targets, temperature, num_columns, logits=logits, teacher_logits=teacher_logits)
     num_rows = targets.numel()

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import check_per_row, check_rows
+from .arguments import check_per_row, check_rows, check_tensor
 from .device import (
     ELSEWHERE,
     LN2,
@@ -137,15 +137,21 @@ def token_divergence_grad(
 ):  # fmt: skip
     """Write d/d logits of the outputs times their gradients into `grad` [B, T, V], which may be `logits`.
 
-    entropy, student_kl, divergence, normaliser as `token_divergence` gave them, gradients [N] float32. Where jsd_weight
-    is not 0, grad_student_kl is not looked at. Raises ValueError: tensors that the kernel would misread.
+    By z_v of the student: logp: 1[v = target] - p_v,  entropy: -p_v (log p_v + entropy),  KL(p || q): p_v (log p_v -
+    log q_v - KL),  KL(q || p): p_v - q_v,  JSD: (1 - jsd_weight) p_v (log p_v - log m_v - KL(p || m)); an infinite one
+    has none. Logits, teacher_logits, targets, temperature, num_columns, logit_scale, softcap, jsd_weight as in
+    `token_divergence`.
+
+    entropy, student_kl, divergence [N] and normaliser [4, N] as `token_divergence` gave them; grad_logp, grad_entropy,
+    grad_student_kl, grad_divergence [N] float32. Where jsd_weight is not 0, grad_student_kl is not looked at. Raises
+    ValueError: tensors that the kernel would misread.
     """
     check_rows(targets, temperature, num_columns, logits=logits, teacher_logits=teacher_logits, grad=grad)
     check_per_row(
-        targets, entropy=entropy, student_kl=student_kl, divergence=divergence, normaliser=normaliser,
-        grad_logp=grad_logp, grad_entropy=grad_entropy, grad_student_kl=grad_student_kl,
-        grad_divergence=grad_divergence,
+        targets, entropy=entropy, student_kl=student_kl, divergence=divergence, grad_logp=grad_logp,
+        grad_entropy=grad_entropy, grad_student_kl=grad_student_kl, grad_divergence=grad_divergence,
     )  # fmt: skip
+    check_tensor("normaliser", normaliser, torch.float32, (4, targets.numel()), targets.device)
     num_rows = targets.numel()
     if not num_rows:
         return

@@ -141,14 +141,21 @@ def policy_loss(
     Overwrites each row of logits [R, W] (last dimension contiguous) with its gradient of the loss
 
     sum_r weight_r (importance_weight_r surrogate(logp_r - old_logp_r, credit_r) + kl_coef k3_r - entropy_coef
-    entropy_r).
+    entropy_r),  k3 = exp(d) - d - 1,  d = ref_logp - logp,  logp and entropy as `token_stats` has them.
 
     targets [R] int64, < 0: the row is not wanted and not read, its gradient and outputs are 0. temperature [R] or [1].
-    credit, weight [R], old_logp, ref_logp, importance_weight [R] or None: float32, contiguous. softcap 0.0 means none.
-    surrogate: (kind, a, b, c) with (0, low, high, dual or inf) for PPOClip, (1, low or 1, high, 0) for CISPO and (2,
-    tau_pos, tau_neg, 0) for SAPO. Returns (logp, entropy) float32 and active [R] bool: the row's gradient is not
-    identically 0.
+    credit, weight [R], old_logp, ref_logp, importance_weight [R] or None: float32, contiguous. old_logp None: that of
+    the logits; importance_weight None: 1. num_columns, logit_scale, softcap as in `token_stats`, softcap 0.0 none.
+
+    surrogate: (kind, a, b, c), of r = exp(logp - old_logp) and A = credit:
+        (0, low, high, dual or inf), PPOClip: max(-r A, -clip(r, 1 - low, 1 + high) A), at most -dual A where A < 0;
+        (1, low or 1, high, 0), CISPO: -clip(r, 1 - low, 1 + high) A logp, the clipped ratio a constant;
+        (2, tau_pos, tau_neg, 0), SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg.
+    Returns (logp, entropy) float32 and active [R] bool: the row's gradient is not identically 0. Raises ValueError:
+    tensors that the kernel would misread; kl_coef without ref_logp.
     """
+    if kl_coef and ref_logp is None:
+        raise ValueError(f"kl_coef is {kl_coef}, but ref_logp is None: pass ref_logp, or kl_coef=0.0")
     check_rows(targets, temperature, num_columns, logits=logits[None])
     check_per_row(
         targets, credit=credit, weight=weight, old_logp=old_logp, ref_logp=ref_logp, importance_weight=importance_weight
@@ -168,7 +175,7 @@ def policy_loss(
             logits, targets, temperature, credit, weight, old, ref, importance, logp, entropy, active,
             num_rows, num_columns, width, logits.stride(0), int(temperature.numel() > 1), int(old_logp is not None),
             int(ref_logp is not None), int(importance_weight is not None), int(old_logp is None),
-            logit_scale, softcap, 0.0 if ref_logp is None else kl_coef, entropy_coef, kind, a, b, c,
+            logit_scale, softcap, kl_coef, entropy_coef, kind, a, b, c,
             ENTROPY=entropy_coef != 0, SOFTCAP=softcap > 0, LANES=lanes, VEC=vector,
             num_warps=num_warps, enable_fp_fusion=True,
         )  # fmt: skip

@@ -41,8 +41,10 @@ def teacher_pair_kernel(
 def teacher_pair(logits, teacher_logits, targets, temperature, num_columns, logit_scale=1.0, softcap=0.0):
     """`token_stats` of the student's logits and the teacher's log-prob of the target, in one read of both.
 
-    As `token_stats`, with teacher_logits [B', T', V'] of as many rows; V' >= num_columns. The gradient is
-    `token_stats_grad`. Returns (logp, entropy, lse, normaliser [2, N], teacher_logp), float32.
+    logits, targets, temperature, num_columns, logit_scale, softcap, logp, entropy, lse as in `token_stats`;
+    teacher_logits [B', T', V'] of as many rows, V' >= num_columns; teacher_logp = y_target - log sum_v exp y_v, y the
+    teacher's z. The gradient is `token_stats_grad`. Returns (logp, entropy, lse, normaliser [2, N], teacher_logp),
+    float32. Raises ValueError: tensors that the kernel would misread.
     """
     check_rows(targets, temperature, num_columns, logits=logits, teacher_logits=teacher_logits)
     num_rows = targets.numel()

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import check_per_row, check_rows
+from .arguments import check_per_row, check_rows, check_tensor
 from .device import (
     ELSEWHERE,
     LOWEST,
@@ -162,11 +162,15 @@ def token_stats_grad(
 ):  # fmt: skip
     """Write d/d logits of (grad_logp . logp + grad_entropy . entropy) into `grad` [B, T, V], which may be `logits`.
 
-    entropy and normaliser as `token_stats` gave them; grad_logp, grad_entropy [N] float32; grad_entropy None: no
-    entropy term. Raises ValueError: tensors that the kernel would misread.
+    d logp / dz_v = 1[v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + entropy); z, p, targets, temperature,
+    num_columns, logit_scale, softcap as in `token_stats`. Columns >= num_columns, rows that are not wanted and those
+    whose target is excluded (logp = -inf) get 0. entropy [N] and normaliser [2, N] as `token_stats` gave them;
+    grad_logp, grad_entropy [N] float32; grad_entropy None: no entropy term. Raises ValueError: tensors that the kernel
+    would misread.
     """
     check_rows(targets, temperature, num_columns, logits=logits, grad=grad)
-    check_per_row(targets, entropy=entropy, normaliser=normaliser, grad_logp=grad_logp, grad_entropy=grad_entropy)
+    check_per_row(targets, entropy=entropy, grad_logp=grad_logp, grad_entropy=grad_entropy)
+    check_tensor("normaliser", normaliser, torch.float32, (2, targets.numel()), targets.device)
     num_rows = targets.numel()
     if not num_rows:
         return
