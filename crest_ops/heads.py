@@ -72,11 +72,7 @@ def resolve_head(model: nn.Module, *, dtype: torch.dtype | None = None) -> Head:
     quantised heads, sharded or unmaterialised weights, hooks, a forward of its own.
     """
     model = causal_lm(model)
-    module = model
-    if hasattr(model, "get_output_embeddings"):
-        module = model.get_output_embeddings()
-        if module is None:
-            raise ValueError(f"model is {kind_of(model)} without output embeddings, want a causal LM or its head")
+    module = head_module(model) if hasattr(model, "get_output_embeddings") else model
     weight, bias = _effective("head", module, dtype)
     return Head(weight, bias, **logit_options(model), vocab_size=_true_vocab_size(model, len(weight)))
 
@@ -89,6 +85,14 @@ def causal_lm(model: nn.Module) -> nn.Module:
     while isinstance(inner, nn.Module) and not hasattr(type(inner), "get_output_embeddings"):
         inner = next((inner._modules[name] for name in WRAPPED if name in inner._modules), None)
     return model if inner is None else inner
+
+
+def head_module(lm: nn.Module) -> nn.Module:
+    """What `get_output_embeddings()` of a causal LM gives. Raises ValueError: no such method, or it gives None."""
+    head = lm.get_output_embeddings() if hasattr(lm, "get_output_embeddings") else None
+    if head is None:
+        raise ValueError(f"model is {kind_of(lm)} without output embeddings, want a causal LM")
+    return head
 
 
 def _true_vocab_size(model, num_rows: int) -> int | None:

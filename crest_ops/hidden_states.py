@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .head_arguments import kind_of
-from .heads import SCALES, SOFTCAPS, causal_lm, resolve_head, states_divisor
+from .heads import SCALES, SOFTCAPS, causal_lm, head_module, resolve_head, states_divisor
 
 
 def hidden_states(model: nn.Module, batch: Mapping[str, Any], then: Callable[[Tensor], Any] | None = None) -> Any:
@@ -47,9 +47,7 @@ def hidden_states(model: nn.Module, batch: Mapping[str, Any], then: Callable[[Te
     if isinstance(model, nn.DataParallel):
         raise ValueError("model is a DataParallel, want it alone or in DistributedDataParallel")
     lm = causal_lm(model)
-    head = lm.get_output_embeddings() if hasattr(lm, "get_output_embeddings") else None
-    if head is None:
-        raise ValueError(f"model is {kind_of(model)} without output embeddings, want a causal LM")
+    head = head_module(lm)
     _check_batch(lm, batch)
     lm_forward, head_forward = lm.forward, head.forward
     found, divisor = [], states_divisor(lm)

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from crest_ops import CISPO, GSPO, SAPO, PPOClip, policy_loss
-from crest_ops.integrations.rollouts import action_spans, as_mask, assign_advantages, logp_losses, reward_signals
+from crest_ops.integrations.rollouts import (
+    action_places,
+    action_spans,
+    as_mask,
+    assign_advantages,
+    logp_losses,
+    reward_signals,
+)
 from crest_ops.methods import METHODS
 
 MASK = torch.tensor([[1, 1, 0, 1, 0], [0, 0, 0, 0, 0], [0, 1, 0, 0, 1]]).bool()
@@ -59,6 +66,9 @@ def test_other_masks_are_refused(mask, match):
     [
         ({"index": None}, "index"),
         ({"index": ["a", "b"]}, "index holds 2"),
+        ({"index": torch.zeros(3, 1)}, r"index is Tensor \[3, 1\]"),
+        ({"index": torch.tensor(0)}, "index is Tensor"),
+        ({"index": [["a"], ["a"], ["b"]]}, "index is list"),
         ({"rewards": torch.zeros(3)}, "token_level_rewards"),
         ({"rewards": torch.zeros(3, 5).long()}, "token_level_rewards"),
         ({"rewards": torch.full((3, 5), math.nan)}, r"token_level_rewards\[0\].*finite"),
@@ -69,6 +79,19 @@ def test_estimators_name_what_is_wrong(change, match):
     arguments = {"rewards": torch.zeros(3, 5), "mask": MASK, "index": ["a", "a", "b"]} | change
     with pytest.raises(ValueError, match=match):
         assign_advantages("turn_grpo", METHODS["turn_grpo"].Config(), **arguments)
+
+
+def test_equal_uids_of_any_type_are_one_group():
+    rewards = torch.zeros(3, 5)
+    rewards[0, 1] = 1.0
+    for index in (["a", "a", "b"], torch.tensor([7, 7, 2]), [torch.tensor(7), torch.tensor(7), torch.tensor(2)]):
+        found = assign_advantages("grpo", METHODS["grpo"].Config(), rewards, torch.ones(3, 5), index)
+        assert (found[0] > 0).all() and (found[1] < 0).all() and (found[2] == 0).all(), index
+
+
+def test_which_action_of_its_row_a_token_belongs_to():
+    wanted = [[0, 0, 0, 1, 1], [-1, -1, -1, -1, -1], [-1, 0, 0, 0, 1]]
+    assert action_places(MASK).tolist() == wanted
 
 
 def definition(surrogate, logp, old, credit, mask):

@@ -93,6 +93,8 @@ def test_a_sequence_without_a_trained_token():
         ({"topk_logprobs": torch.zeros(4, 2)}, {}, "topk_logprobs"),
         ({"loss_mask": MASK[:3]}, {}, "loss_mask"),
         ({"advantages": None}, {}, "advantages"),
+        ({"trainer_logprobs": torch.zeros(1, 4), "loss_mask": MASK[None]}, {}, r"trainer_logprobs is \[1, 4\]"),
+        ({"trainer_logprobs": None}, {}, "trainer_logprobs is NoneType"),
         ({"inference_logprobs": torch.full((4,), math.nan)}, {}, "old_logp"),
         ({"loss_weights": torch.ones(1)}, {}, "loss_weights"),
         ({}, {"surrogate": "dppo"}, "surrogate.*dppo"),

@@ -116,6 +116,15 @@ def test_settings_of_other_losses_are_refused(losses, params):
         losses["crest_ppo"](context(Earlier, **params)[0])
 
 
+@pytest.mark.parametrize(
+    "params", [{"eps_clip": None}, {"eps_clip": 2.0}, {"eps_clip_high": -0.1}, {"clip_ratio_c": 0.5}]
+)
+def test_settings_that_the_surrogate_refuses_have_rllms_name(losses, params):
+    ((name, value),) = params.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        losses["crest_ppo"](context(Earlier, **params)[0])
+
+
 def test_settings_that_are_off_are_not(losses):
     losses["crest_gspo"](context(Earlier, env_loss_coef=0.0, delta=None)[0])
 

@@ -12,7 +12,8 @@ module was checked against that signature, not against the package. What prime-r
 - hidden states: the hook gets log-probs; its chunked head is its own;
 - credit: advantages come per token from an algorithm class inside prime-rl, for which there is no import path;
 - a reduction: it divides by the global count itself, so the loss here is a sum;
-- packed sequences in one call (some versions): their actions would stay apart, but not their trajectories.
+- packed sequences in one call (some versions): [1, T] is refused; in [T] their actions would stay apart, but not their
+  trajectories.
 
 Shape letters: T tokens of the sequence.
 """
@@ -21,6 +22,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..surrogates import CISPO, GSPO, SAPO, PPOClip
 from ..vocabulary import FLOAT_DTYPES, check_per_token
@@ -49,9 +51,13 @@ def policy_loss(inputs: Any, surrogate: str = "ppo", kl_coef: float = 0.0, **set
     for name in settings:
         if name not in fields:
             raise ValueError(f"{name} is no setting of {surrogate!r}, want one of {', '.join(fields)}")
-    mask = as_mask("loss_mask", inputs.loss_mask, inputs.trainer_logprobs.shape)
+    logp = inputs.trainer_logprobs
+    if not isinstance(logp, Tensor) or logp.dim() != 1:
+        shape = [*logp.shape] if isinstance(logp, Tensor) else type(logp).__name__
+        raise ValueError(f"trainer_logprobs is {shape}, want a tensor [T] of one sequence")
+    mask = as_mask("loss_mask", inputs.loss_mask, logp.shape)
     found = logp_losses(
-        inputs.trainer_logprobs,
+        logp,
         inputs.inference_logprobs,
         inputs.advantages,
         action_spans(mask[None]),

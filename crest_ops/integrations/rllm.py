@@ -34,7 +34,7 @@ def policy_loss(name: str, ctx: Any) -> tuple[Tensor, dict[str, Tensor]]:
     ctx: LossContext, tensors [B, T] or [T]. obs_mask, reference and rollout log-probs are other losses' and not read,
     nor is kl_beta. Metrics are 0-d tensors: crest/clip_ratio, ratio_mean, ratio_max, approx_kl.
     Raises ValueError naming the argument: shapes, values that are not finite at action tokens, a loss_params entry
-    that the loss does not know and that is neither None nor 0.
+    that the loss does not know and that is neither None nor 0, a setting that the surrogate refuses (eps_clip None).
     """
     known = (*STANDARD, *SETTINGS.get(name, ()))
     for key, value in ctx.params.items():
@@ -46,10 +46,14 @@ def policy_loss(name: str, ctx: Any) -> tuple[Tensor, dict[str, Tensor]]:
     settings = {"dual": ctx.params.get("clip_ratio_c")} | {
         key: ctx.params[key] for key in SETTINGS["crest_sapo"] if ctx.params.get(key) is not None
     }
-    bounds = Bounds(low, low if high is None else high, **settings)
+    try:
+        surrogate = SURROGATES[name](Bounds(low, low if high is None else high, **settings))
+    except (TypeError, ValueError) as error:
+        given = ", ".join(f"{key}={ctx.params[key]!r}" for key in known if key in ctx.params)
+        raise ValueError(f"{name} was given {given}: {error}") from error
     mask = as_mask("action_mask", ctx.action_mask, logp.shape)
     spans = action_spans(mask if mask.dim() == 2 else mask[None])
-    found = logp_losses(logp, old_logp, ctx.advantages, spans, SURROGATES[name](bounds))
+    found = logp_losses(logp, old_logp, ctx.advantages, spans, surrogate)
     metrics = {f"crest/{key}": found.metrics[key] for key in ("clip_ratio", "ratio_mean", "ratio_max", "approx_kl")}
     return ctx.aggregate(found.value, ctx.action_mask), metrics
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..backend import checks_values
-from ..methods import METHODS
+from ..methods import METHODS, needs_of
 from ..policy_loss import TokenLosses, check_coefficients, finite_given, token_losses, with_gradient
 from ..segments import segment_sum
 from ..signals import Signals
@@ -66,16 +66,23 @@ def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
     return mask.bool()
 
 
+def action_places(mask: Tensor) -> Tensor:
+    """[B, T] int64: which action of its row, from 0, began last at or before a token; -1 before the first.
+
+    An action starts where the mask rises. mask [B, T] bool: the policy wrote the token.
+    """
+    return (mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).cumsum(1) - 1
+
+
 def action_spans(mask: Tensor, group: Tensor | None = None) -> Spans:
     """Spans of a padded batch of which only the mask is known: every action is a turn of its own.
 
     An action starts where the mask rises; two with no other token between them are one, since nothing tells them
     apart. mask [B, T] bool: the policy wrote the token. group [B] int: None where no rollouts are compared.
     """
-    rises = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
     if group is None:
         group = torch.zeros(len(mask), dtype=torch.int64, device=mask.device)
-    return Spans.from_mask(mask, group=group, turn=(rises.cumsum(1) - 1).clamp(min=0))
+    return Spans.from_mask(mask, group=group, turn=action_places(mask).clamp(min=0))
 
 
 def reward_signals(rewards: Tensor, spans: Spans) -> Signals:
@@ -103,11 +110,11 @@ def reward_signals(rewards: Tensor, spans: Spans) -> Signals:
     )
 
 
-GIVEN = ("reward_B", "turn_reward_K", "action_reward_S")
+REWARD_SIGNALS = ("reward_B", "turn_reward_K", "action_reward_S")
 """The signals of `reward_signals`: all that an advantage hook's arguments hold."""
 
 
-def given_methods(signals: Sequence[str] = GIVEN) -> tuple[str, ...]:
+def given_methods(signals: Sequence[str] = REWARD_SIGNALS) -> tuple[str, ...]:
     """Names of the methods that need nothing but these signals."""
     return tuple(name for name, method in METHODS.items() if set(method.needs) <= set(signals))
 
@@ -117,7 +124,7 @@ def check_method(method: str, config: Any, trainer: str) -> Any:
     config = METHODS[method].Config() if config is None else config
     if not isinstance(config, METHODS[method].Config):
         raise ValueError(f"config is {type(config).__name__}, want {METHODS[method].Config.__name__}")
-    missing = sorted(set(getattr(config, "needs", METHODS[method].needs)) - set(GIVEN))
+    missing = sorted(set(needs_of(method, config)) - set(REWARD_SIGNALS))
     if missing:
         raise ValueError(
             f"method {method!r} needs {', '.join(missing)}, which {trainer} does not pass to an estimator: "
@@ -135,21 +142,35 @@ def check_std(divides: bool, config: Any, name: str) -> None:
 def assign_advantages(method: str, config: Any, rewards: Tensor, mask: Tensor, index: Sequence | Tensor) -> Tensor:
     """A method's credit of every token [B, T], from rewards on tokens [B, T], the mask [B, T] and the rollouts' uids.
 
-    index [B]: equal for rollouts of one task; of any type. Raises ValueError naming the argument: shapes, no index, a
-    mask other than 0 and 1, and whatever the method refuses.
+    index [B]: equal for rollouts of one task; of any type that a dict takes for a key. Raises ValueError naming the
+    argument: shapes, no index, a mask other than 0 and 1, and whatever the method refuses.
     """
     if not isinstance(rewards, Tensor) or rewards.dim() != 2:
         raise ValueError(f"token_level_rewards is {type(rewards).__name__}, want a tensor [B, T]")
     check_per_token("token_level_rewards", rewards, rewards.shape, FLOAT_DTYPES, rewards.device)
     mask = as_mask("response_mask", mask, rewards.shape)
-    if index is None or len(index) != len(rewards):
-        raise ValueError(f"index holds {None if index is None else len(index)} uids, want {len(rewards)}, one a row")
-    seen: dict[Any, int] = {}
-    uids = index.tolist() if hasattr(index, "tolist") else index
-    group = torch.tensor([seen.setdefault(uid, len(seen)) for uid in uids], dtype=torch.int64, device=rewards.device)
+    group = torch.tensor(_groups(index, len(rewards)), dtype=torch.int64, device=rewards.device)
     spans = action_spans(mask, group)
     credit = METHODS[method].assign(spans, reward_signals(rewards, spans), config)
     return credit.credit_N.view(rewards.shape)
+
+
+def _groups(index: Sequence | Tensor, rows: int) -> list[int]:
+    """The group of every row, from 0, in the order in which its uid is first seen."""
+    uids = _plain(index)
+    if not isinstance(uids, Sequence) or len(uids) != rows:
+        found = f"holds {len(uids)} uids" if isinstance(uids, Sequence) else f"is {type(index).__name__}"
+        raise ValueError(f"index {found}, want {rows} uids, one a row")
+    seen: dict[Any, int] = {}
+    try:
+        return [seen.setdefault(_plain(uid), len(seen)) for uid in uids]
+    except TypeError as error:
+        shape = f" {[*index.shape]}" if hasattr(index, "shape") else ""
+        raise ValueError(f"index is {type(index).__name__}{shape} ({error}), want one uid a row, [{rows}]") from error
+
+
+def _plain(values: Any) -> Any:
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def logp_losses(

@@ -18,18 +18,20 @@ from ..heads import Head, resolve_head
 from ..hidden_states import hidden_states
 from ..linear import linear_token_stats
 from ..linear_policy_loss import linear_policy_loss
-from ..methods import METHODS
+from ..methods import METHODS, needs_of
 from ..signals import Signals
 from ..spans import Spans
+from .rollouts import action_places
 from .trl_credit import (
     TurnRewards,
-    action_places,
     action_reward,
     assign,
+    check_evaluation,
     check_method,
+    check_told,
+    environment_rewards,
+    followed_by,
     groups,
-    needs_of,
-    then,
     turn_list,
     turn_reward,
     turns_of_actions,
@@ -57,16 +59,18 @@ class CrestGRPOTrainer(GRPOTrainer):
     credit_method, credit_config: name in METHODS and an instance of its Config (None: its defaults). The config decides
         surrogate and reduction, whose count is that of the whole generation batch over all processes. "grpo" without a
         config is TRL's own: its advantages, loss_type, epsilon, delta, importance_sampling_level and so on, with TRL's
-        loss and gradients up to rounding.
+        loss and gradients up to rounding. Any other takes a beta with use_bias_correction_kl=False only (TRL 1.16's
+        default is True): its penalty is the plain k3.
     signals: gives what a method needs beyond reward_B, turn_reward_K, action_reward_S, surprisal_N and entropy_N:
         signals(batch, spans, trainer) -> dict of fields of Signals. batch: TRL's tensors of the generation batch;
         spans: its policy tokens, N = B * T; trainer.environments: one environment per rollout.
 
-    An action is a run of policy tokens, as tool_mask (a rollout_func's env_mask) shows them. Turns, and their rewards:
+    An action is a run of policy tokens, as tool_mask (a rollout_func's env_mask) shows them. Turns count from 0:
 
     - an environment with the attribute `turn_rewards`, the list of the rewards of the turns that ended so far (emptied
       by reset; an attribute, since TRL offers every public method to the model): an action belongs to turn
-      len(turn_rewards) at the time it is written, and a turn that never ended has reward 0;
+      len(turn_rewards) at the time it is written, and a turn that never ended has reward 0. Where one action ends
+      several turns, those in which nothing was written must have reward 0;
     - a rollout_func may return "turn_ids", per completion the turn of every token;
     - otherwise every action is a turn. A reward function may return a list of numbers, one per turn, in place of a
       number: their sum is the reward that TRL sees. All sources add up, with TRL's reward_weights.
@@ -75,9 +79,10 @@ class CrestGRPOTrainer(GRPOTrainer):
     loss on log-probs and entropies of `linear_token_stats`.
 
     Raises ValueError, naming the setting and the way out: an unknown method, a config of another method, a method whose
-    needs nobody gives, settings of TRL that the method would leave unread, groups split over processes, processors
-    (images); in training, unknown batch keys, turn rewards that do not fit their turns, distillation over the
-    vocabulary.
+    needs nobody gives, settings of TRL that the method would leave unread, groups split over processes (also of an
+    evaluation, when it starts), args.cast_lm_head_to_fp32, processors (images); in training, unknown batch keys, turns
+    and turn rewards that are no numbers, rewards that do not fit their turns or whose turn has no action, distillation
+    over the vocabulary.
     """
 
     def __init__(
@@ -101,6 +106,10 @@ class CrestGRPOTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
         if self._is_vlm:
             raise ValueError("processing_class is a processor, want a tokenizer: only batches of text are supported")
+        if self.args.cast_lm_head_to_fp32:
+            raise ValueError(
+                "args.cast_lm_head_to_fp32 is True, want False: the loss applies the head's weight itself, in float32"
+            )
         resolve_head(self.model)
         if self._uses_trl_credit:
             if signals is not None:
@@ -113,7 +122,9 @@ class CrestGRPOTrainer(GRPOTrainer):
         self._turns_begun: list[list[int | None]] = []
         self._turn_rewards: dict[int, list] = {}
         self.reward_funcs = [
-            function if isinstance(function, nn.Module) else then(function, functools.partial(self._note_turns, place))
+            function
+            if isinstance(function, nn.Module)
+            else followed_by(function, functools.partial(self._note_turns, place))
             for place, function in enumerate(self.reward_funcs)
         ]
 
@@ -128,7 +139,7 @@ class CrestGRPOTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, *args, **kwargs):
         """TRL's, after noting the turn that every environment is in: the k-th call writes the k-th action."""
-        rewards = [getattr(environment, "turn_rewards", None) for environment in self.environments or []]
+        rewards = environment_rewards(self.environments)
         if not self._turns_begun and any(rewards):
             raise ValueError("an environment has turn_rewards after its reset, want it emptied by reset")
         self._turns_begun.append([None if found is None else len(found) for found in rewards])
@@ -138,27 +149,27 @@ class CrestGRPOTrainer(GRPOTrainer):
         self._rewards_per_func = super()._calculate_rewards(*args, **kwargs)
         return self._rewards_per_func
 
+    def _generate(self, *args, **kwargs):
+        found = super()._generate(*args, **kwargs)
+        self._turn_ids = found[5].get("turn_ids")  # of what else a rollout_func returned
+        return found
+
     def _generate_and_score_completions(self, inputs):
+        if not self._uses_trl_credit and not self.model.training:
+            check_evaluation(self.accelerator, self.args)
         self._turns_begun, self._turn_rewards = [], {}
         batch = super()._generate_and_score_completions(inputs)
-        return batch if self._uses_trl_credit else batch | self._credit(batch, inputs)
+        return batch if self._uses_trl_credit else batch | self._credit(batch)
 
     @torch.no_grad()
-    def _credit(self, batch: dict[str, Tensor], inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def _credit(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the credit method says of a scored generation batch: advantages, token_weight, turn, distill [B, T]."""
         written_BT = written_tokens(batch)
-        needs = needs_of(self.credit_method, self.credit_config)
-        turn_BT = self._turns(batch, written_BT, inputs)
+        turn_BT = self._turns(batch, written_BT)
         spans = Spans.from_mask(written_BT, turn=turn_BT, group=torch.arange(len(turn_BT), device=turn_BT.device))
         reward_B, known_B = self._rewards(len(turn_BT))
         turn_reward_K, told_B = turn_reward(spans, self._turn_sources())
-        untold = (known_B & ~told_B).nonzero().flatten().tolist()
-        if "turn_reward_K" in needs and untold:
-            raise ValueError(
-                f"credit_method {self.credit_method!r} needs turn_reward_K, but rollout {untold[0]} has none: return a "
-                "list of numbers, one per turn, from a reward function, or give the environment the attribute "
-                "turn_rewards"
-            )
+        check_told(self.credit_method, self.credit_config, known_B, told_B)
         size = self.num_generations if self.model.training else self.num_generations_eval
         spans = replace(spans, group_of_trajectory=groups(size, known_B))
         signals = Signals(
@@ -184,10 +195,10 @@ class CrestGRPOTrainer(GRPOTrainer):
         reward_BF = self._rewards_per_func[first : first + num_rollouts]
         return (reward_BF * self.reward_weights.to(reward_BF)).nansum(1), ~reward_BF.isnan().all(1)
 
-    def _turns(self, batch: dict[str, Tensor], written_BT: Tensor, inputs: list[dict[str, Any]]) -> Tensor:
+    def _turns(self, batch: dict[str, Tensor], written_BT: Tensor) -> Tensor:
         """The turn [B, T] of every policy token."""
-        if self.rollout_func is not None and "turn_ids" in inputs[0]:
-            return turns_of_tokens(batch, [row["turn_ids"] for row in inputs])
+        if self._turn_ids is not None:
+            return turns_of_tokens(batch, self._turn_ids)
         if not self.environments or not self._turns_begun:
             return action_places(written_BT).clamp(min=0)
         rollouts = zip(*self._turns_begun, strict=True)
@@ -200,8 +211,8 @@ class CrestGRPOTrainer(GRPOTrainer):
             TurnRewards(self.reward_func_names[place], float(self.reward_weights[place]), rewards, exact=True)
             for place, rewards in self._turn_rewards.items()
         ]
-        of_environments = [getattr(environment, "turn_rewards", None) for environment in self.environments or []]
-        sources.append(TurnRewards("environment", 1.0, of_environments, exact=False))
+        of_environments = environment_rewards(self.environments)
+        sources.append(TurnRewards("environment.turn_rewards", 1.0, of_environments, exact=False))
         return [source for source in sources if any(rewards is not None for rewards in source.rewards)]
 
     def _policy_signals(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,22 +6,25 @@ positions read row by row, S actions, K turns.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+import operator
+import reprlib
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 from trl import GRPOConfig
 from trl.trainer.utils import is_async_callable
 
-from ..methods import METHODS
+from ..methods import METHODS, needs_of
 from ..signals import Credit, Signals
 from ..spans import Spans
+from .rollouts import action_places
 
-GIVEN = ("reward_B", "turn_reward_K", "action_reward_S", "surprisal_N", "entropy_N")
+TRAINER_SIGNALS = ("reward_B", "turn_reward_K", "action_reward_S", "surprisal_N", "entropy_N")
 """The signals that the trainer finds by itself; others are the `signals` callable's to give."""
 
 
@@ -29,7 +32,7 @@ GIVEN = ("reward_B", "turn_reward_K", "action_reward_S", "surprisal_N", "entropy
 class TurnRewards:
     """The turn rewards of one source: per rollout a list, or None where the source has none for it.
 
-    exact: the list has one number for every turn of the rollout; otherwise turns past its end get 0.
+    exact: the list has one number for every turn up to the rollout's last; otherwise turns past its end get 0.
     """
 
     source: str
@@ -42,11 +45,6 @@ def written_tokens(batch: dict[str, Tensor]) -> Tensor:
     """[B, T] bool: the policy wrote the token and it counts, completion_mask * tool_mask."""
     written = batch["completion_mask"].bool()
     return written & batch["tool_mask"].bool() if "tool_mask" in batch else written
-
-
-def action_places(written: Tensor) -> Tensor:
-    """[B, T] int64: which action of its rollout, from 0, a policy token of `written` [B, T] belongs to."""
-    return (written & ~F.pad(written, (1, 0))[:, :-1]).long().cumsum(1) - 1
 
 
 def turns_of_actions(written: Tensor, turn_of_action: Sequence[Sequence[int]]) -> Tensor:
@@ -65,18 +63,22 @@ def turns_of_actions(written: Tensor, turn_of_action: Sequence[Sequence[int]]) -
 def turns_of_tokens(batch: dict[str, Tensor], turn_ids: Sequence[Sequence[int]]) -> Tensor:
     """[B, T] int64 from one list per rollout with the turn of every completion token.
 
-    Raises ValueError naming the rollout: another number of entries than completion tokens.
+    Raises ValueError naming the rollout: no list of it, no whole numbers in it, another number of them than completion
+    tokens.
     """
     length_B = batch["completion_mask"].sum(1).tolist()
+    if not isinstance(turn_ids, Sized) or len(turn_ids) != len(length_B):
+        raise ValueError(f"turn_ids is {reprlib.repr(turn_ids)}, want {len(length_B)} lists, one per rollout")
     turn_BT = torch.zeros(batch["completion_ids"].shape, dtype=torch.int64)
     for row, (turns, length) in enumerate(zip(turn_ids, length_B, strict=True)):
+        turns = _listed("turn_ids", row, turns, operator.index, "whole number")
         if length and len(turns) != length:  # 0: a truncated completion that TRL masked
             raise ValueError(f"turn_ids[{row}] has {len(turns)} entries, want {length}, one per completion token")
         turn_BT[row, :length] = torch.tensor(turns[:length], dtype=torch.int64)
     return turn_BT.to(batch["completion_ids"].device)
 
 
-def then(function: Callable, change: Callable[[Any], Any]) -> Callable:
+def followed_by(function: Callable, change: Callable[[Any], Any]) -> Callable:
     """The function, synchronous or not, with `change` applied to what it gives; under its name."""
     if is_async_callable(function):
 
@@ -95,25 +97,56 @@ def then(function: Callable, change: Callable[[Any], Any]) -> Callable:
 def turn_list(source: str, row: int, rewards: Any) -> list[float] | None:
     """The turn rewards that a reward function returned for a rollout: None where it returned one number, or none.
 
-    A list, tuple, or tensor or array of one dimension. Raises ValueError naming source and rollout: no numbers in it.
+    A list, tuple, or tensor or array of one dimension. Raises ValueError naming source and rollout: anything in it that
+    is not a finite number.
     """
-    if getattr(rewards, "ndim", None) == 1:
-        rewards = rewards.tolist()
-    if not isinstance(rewards, list | tuple):
-        return None
-    try:
-        return [float(reward) for reward in rewards]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{source} gives {rewards!r} for rollout {row}, want numbers, one per turn") from error
+    if isinstance(rewards, list | tuple) or getattr(rewards, "ndim", 0):
+        return _listed(source, row, rewards, _finite, "finite number")
+    return None
+
+
+def environment_rewards(environments: Sequence[Any] | None) -> list[list[float] | None]:
+    """The turn rewards so far of the environment of every rollout, None where it has no such attribute.
+
+    Raises ValueError naming the rollout: no list, tuple, or tensor or array of one dimension, of finite numbers.
+    """
+    rewards = [getattr(environment, "turn_rewards", None) for environment in environments or []]
+    return [
+        None if found is None else _listed("environment.turn_rewards", row, found, _finite, "finite number")
+        for row, found in enumerate(rewards)
+    ]
+
+
+def _listed(source: str, row: int, values: Any, number: Callable[[Any], Any], kind: str) -> list:
+    """`number` of every value of a list, tuple, tensor or array; ValueError where it does not take one."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{source} gives {values!r} for rollout {row}, want a list, each entry a {kind}")
+    found = []
+    for place, value in enumerate(values):
+        try:
+            found.append(number(value))
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"{source} gives {value!r} at place {place} of rollout {row}, want a {kind}") from error
+    return found
+
+
+def _finite(number: Any) -> float:
+    if not math.isfinite(number):
+        raise ValueError("not finite")
+    return float(number)
 
 
 def turn_reward(spans: Spans, sources: Sequence[TurnRewards]) -> tuple[Tensor, Tensor]:
     """Reward [K] float32 of every turn, the weighted sum over the sources, and [B] bool: some source spoke of it.
 
-    Raises ValueError naming source and rollout: a list of another length than the rollout has turns.
+    Raises ValueError naming source and rollout: a list of another length than the rollout has turns, a reward other
+    than 0 of a turn in which no action was written. Rollouts without a policy token have no turns, and may have any.
     """
     row_K, place_K = spans.trajectory_of_turn.tolist(), spans.turn_index.tolist()
     num_turns = dict(zip(row_K, (place + 1 for place in place_K), strict=True))
+    turn_at = {at: turn for turn, at in enumerate(zip(row_K, place_K, strict=True))}
     reward_K, known_B = torch.zeros(len(row_K)), torch.zeros(spans.num_trajectories, dtype=torch.bool)
     for found in sources:
         for row, rewards in enumerate(found.rewards):
@@ -125,10 +158,14 @@ def turn_reward(spans: Spans, sources: Sequence[TurnRewards]) -> tuple[Tensor, T
                     f"{found.source} gives {len(rewards)} turn rewards for rollout {row}, which has {num_turns[row]} "
                     "turns: want one number per turn"
                 )
-        for turn, (row, place) in enumerate(zip(row_K, place_K, strict=True)):
-            rewards = found.rewards[row]
-            if rewards is not None and place < len(rewards):
-                reward_K[turn] += found.weight * float(rewards[place])
+            for place, reward in enumerate(rewards):
+                if (row, place) in turn_at:
+                    reward_K[turn_at[row, place]] += found.weight * reward
+                elif reward != 0 and row in num_turns:
+                    raise ValueError(
+                        f"{found.source} gives {reward} for turn {place} of rollout {row}, in which no action was "
+                        "written: want 0 there, and the reward at a turn with an action"
+                    )
     return reward_K.to(spans.mask.device), known_B.to(spans.mask.device)
 
 
@@ -137,6 +174,16 @@ def action_reward(spans: Spans, reward: Tensor, turn_reward: Tensor, told: Tenso
     turn_S, row_S = spans.turn_of_action, spans.trajectory_of_action
     by_turn, by_row = (torch.where(_last(of_S), of[of_S], 0) for of_S, of in ((turn_S, turn_reward), (row_S, reward)))
     return torch.where(told[row_S], by_turn, by_row)
+
+
+def check_told(credit_method: str, credit_config: Any, known: Tensor, told: Tensor) -> None:
+    """Raises ValueError: the method needs turn rewards, and a rollout is scored (known [B]), but not by turn (told)."""
+    untold = (known & ~told).nonzero().flatten().tolist()
+    if "turn_reward_K" in needs_of(credit_method, credit_config) and untold:
+        raise ValueError(
+            f"credit_method {credit_method!r} needs turn_reward_K, but rollout {untold[0]} has none: return a list of "
+            "numbers, one per turn, from a reward function, or give the environment the attribute turn_rewards"
+        )
 
 
 def _last(of_action: Tensor) -> Tensor:
@@ -159,31 +206,43 @@ def with_given(signals: Signals, given: dict[str, Tensor]) -> Signals:
     return replace(signals, **given)
 
 
-def needs_of(credit_method: str, credit_config: Any) -> tuple[str, ...]:
-    """The signals that the method needs with its config."""
-    return tuple(getattr(credit_config, "needs", METHODS[credit_method].needs))
-
-
 def check_method(
     credit_method: str, credit_config: Any, has_signals: bool, accelerator: Accelerator, args: GRPOConfig
 ) -> None:
     """Raises ValueError: needs that nobody gives; on several processes split groups, a loss of several means."""
-    missing = [need for need in needs_of(credit_method, credit_config) if need not in GIVEN]
+    missing = [need for need in needs_of(credit_method, credit_config) if need not in TRAINER_SIGNALS]
     if missing and not has_signals:
         raise ValueError(
             f"credit_method {credit_method!r} needs {', '.join(missing)}, which TRL does not have: pass signals=, a "
             "callable (batch, spans, trainer) -> dict that gives them"
         )
-    if accelerator.num_processes == 1:
-        return
     rows = args.per_device_train_batch_size * args.steps_per_generation
-    if rows % args.num_generations:
-        raise ValueError(
-            f"per_device_train_batch_size * steps_per_generation is {rows}, want a multiple of num_generations, "
-            f"{args.num_generations}, on several processes: each must hold whole groups"
-        )
-    if credit_method == "factor":
+    _check_groups(
+        accelerator,
+        ("per_device_train_batch_size * steps_per_generation", rows),
+        ("num_generations", args.num_generations),
+    )
+    if args.eval_strategy != "no":
+        check_evaluation(accelerator, args)
+    if credit_method == "factor" and accelerator.num_processes > 1:
         raise ValueError("credit_method 'factor' has several means in its loss: run it on one process")
+
+
+def check_evaluation(accelerator: Accelerator, args: GRPOConfig) -> None:
+    """Raises ValueError: evaluation on several processes would split groups."""
+    _check_groups(
+        accelerator,
+        ("per_device_eval_batch_size", args.per_device_eval_batch_size),
+        ("num_generations_eval", args.num_generations_eval or args.num_generations),
+    )
+
+
+def _check_groups(accelerator: Accelerator, rows: tuple[str, int], size: tuple[str, int]) -> None:
+    if accelerator.num_processes > 1 and rows[1] % size[1]:
+        raise ValueError(
+            f"{rows[0]} is {rows[1]}, want a multiple of {size[0]}, {size[1]}, on several processes: each must hold "
+            "whole groups"
+        )
 
 
 def assign(

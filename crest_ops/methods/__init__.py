@@ -7,6 +7,7 @@ method uses what it knows beside the verifier: see signals.Credit.
 """
 
 from types import MappingProxyType, ModuleType
+from typing import Any
 
 from . import (
     abc,
@@ -58,3 +59,8 @@ METHODS = MappingProxyType(
     )
 )
 """Name -> method module. An unknown name raises ValueError listing the known ones."""
+
+
+def needs_of(method: str, config: Any) -> tuple[str, ...]:
+    """Names of the fields of Signals that the method needs with this config, an instance of METHODS[method].Config."""
+    return tuple(getattr(config, "needs", METHODS[method].needs))

@@ -22,7 +22,7 @@ from rich.console import Console
 from crest_train.compare_plan import Run, difference, plan
 from crest_train.compare_report import CONCENTRATION, PARTS, Row, report
 from crest_train.config import Config, MethodSection, load_config, to_toml
-from crest_train.credit import make_method
+from crest_train.credit import needs_of
 from crest_train.display import progress
 from crest_train.environments import make_environment
 from crest_train.run_folder import RunFolder
@@ -172,7 +172,6 @@ def rows_of(run: Run, shared: Config) -> list[Row]:
     """A row for each evaluation of a finished run; seconds are those of the steps so far, without evaluations."""
     lines, config = RunFolder(run.path).metrics(), run.config
     steps = [line for line in lines if line["event"] == "step"]
-    method, method_config = make_method(config.method)
     environment = make_environment(config.environment.name, config.environment.options)
     setting = {
         "environment": config.environment.name,
@@ -182,6 +181,7 @@ def rows_of(run: Run, shared: Config) -> list[Row]:
         "group_size": config.rollout.group_size,
         "steps": config.training.steps,
         "common_rate": shared.training.rate,
+        "needs": " ".join(needs_of(config.method)),
     }
     rows = []
     for evaluation in (line for line in lines if line["event"] == "evaluation"):
@@ -194,6 +194,5 @@ def rows_of(run: Run, shared: Config) -> list[Row]:
         for share in CONCENTRATION:
             found = [line[share] for line in so_far if line.get(share) is not None]
             row[share] = sum(found) / len(found) if found else None
-        row["needs"] = " ".join(getattr(method_config, "needs", method.needs))
         rows.append(row)
     return rows

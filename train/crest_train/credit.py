@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from crest_ops import METHODS, Credit, Signals, Spans
+from crest_ops import METHODS, Credit, Signals, Spans, methods
 from crest_train.config import MethodSection
 from crest_train.sessions import Rollout
 
@@ -34,8 +34,7 @@ def make_method(section: MethodSection, step: int | None = None) -> tuple[Any, A
 
 def needs_of(section: MethodSection, step: int | None = None) -> tuple[str, ...]:
     """The signals that the method needs with its options: in training step `step`, or (None) before any schedule."""
-    method, config = make_method(section, step)
-    return tuple(getattr(config, "needs", method.needs))
+    return methods.needs_of(section.name, make_method(section, step)[1])
 
 
 def _with(config: Any, options: dict[str, Any]) -> Any:

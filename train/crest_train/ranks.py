@@ -22,6 +22,9 @@ T = TypeVar("T")
 def joined(device: str) -> Iterator[None]:
     """Be one of the WORLD_SIZE processes of the environment until the block ends: gloo, and nccl between CUDA devices.
 
+    After an error the group stands until the process ends: nccl's teardown waits for all processes (PyTorch, pull
+    request 122358), of which others may wait for this one elsewhere, and the error would not be seen.
+
     device: "cpu", or "cuda", of which each process takes one. Raises ValueError: another one; more processes than
     devices.
     """
