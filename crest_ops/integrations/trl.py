@@ -32,11 +32,13 @@ from .trl_credit import (
     environment_rewards,
     followed_by,
     groups,
+    turn_ids_of,
     turn_list,
     turn_reward,
     turns_of_actions,
     turns_of_tokens,
     with_given,
+    with_prompts,
     written_tokens,
 )
 from .trl_loss import check_replaced, fused_surrogate, importance_weight, loss_metrics, loss_weight
@@ -107,9 +109,7 @@ class CrestGRPOTrainer(GRPOTrainer):
         if self._is_vlm:
             raise ValueError("processing_class is a processor, want a tokenizer: only batches of text are supported")
         if self.args.cast_lm_head_to_fp32:
-            raise ValueError(
-                "args.cast_lm_head_to_fp32 is True, want False: the loss applies the head's weight itself, in float32"
-            )
+            raise ValueError("args.cast_lm_head_to_fp32 is True, want False: the loss applies the head's weight itself")
         resolve_head(self.model)
         if self._uses_trl_credit:
             if signals is not None:
@@ -151,7 +151,7 @@ class CrestGRPOTrainer(GRPOTrainer):
 
     def _generate(self, *args, **kwargs):
         found = super()._generate(*args, **kwargs)
-        self._turn_ids = found[5].get("turn_ids")  # of what else a rollout_func returned
+        self._turn_ids = None if self._uses_trl_credit else turn_ids_of(found[5], len(found[1]))
         return found
 
     def _generate_and_score_completions(self, inputs):
@@ -219,7 +219,7 @@ class CrestGRPOTrainer(GRPOTrainer):
         """surprisal_N and entropy_N of the policy that wrote the batch, where the method needs one of them."""
         if not {"surprisal_N", "entropy_N"} & set(needs_of(self.credit_method, self.credit_config)):
             return {}
-        ids_BL, mask_BL, length = _whole(batch)
+        ids_BL, mask_BL, length = with_prompts(batch)
         rows = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
         with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             logp_BT, entropy_BT, _ = self._get_per_token_logps_and_entropies(
@@ -309,7 +309,7 @@ class CrestGRPOTrainer(GRPOTrainer):
             )
             return found[0].loss + self._distillation(inputs, hidden_BTH, head, mode)
 
-        total = self._in_forward(model, *_whole(inputs), loss)
+        total = self._in_forward(model, *with_prompts(inputs), loss)
         for name, value in loss_metrics(found[0], credit_BT, mask_BT, surrogate, self.accelerator):
             self._metrics[mode][name].append(value)
         return total
@@ -347,11 +347,3 @@ class CrestGRPOTrainer(GRPOTrainer):
             **head.options,
         )
         return self._window(mode) * (inputs["distill"] * stats.logp).sum()
-
-
-def _whole(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, int]:
-    """Ids and attention mask [B, P + T] of prompt and completion, and T."""
-    ids_BL, mask_BL = (
-        torch.cat([batch[f"prompt_{kind}"], batch[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask")
-    )
-    return ids_BL, mask_BL, batch["completion_ids"].shape[1]

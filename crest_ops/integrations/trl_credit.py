@@ -47,6 +47,14 @@ def written_tokens(batch: dict[str, Tensor]) -> Tensor:
     return written & batch["tool_mask"].bool() if "tool_mask" in batch else written
 
 
+def with_prompts(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, int]:
+    """Ids and attention mask [B, P + T] of prompt (padded length P) and completion, and T."""
+    ids_BL, mask_BL = (
+        torch.cat([batch[f"prompt_{kind}"], batch[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask")
+    )
+    return ids_BL, mask_BL, batch["completion_ids"].shape[1]
+
+
 def turns_of_actions(written: Tensor, turn_of_action: Sequence[Sequence[int]]) -> Tensor:
     """[B, T] int64: the turn of every token, from the turn of every action of every rollout.
 
@@ -60,18 +68,27 @@ def turns_of_actions(written: Tensor, turn_of_action: Sequence[Sequence[int]]) -
     return table.to(written.device).gather(1, place_BT.clamp(min=0))
 
 
+def turn_ids_of(fields: dict[str, Any], num_rollouts: int) -> list[list[int]] | None:
+    """The turn_ids among what a rollout_func returned, None without: per rollout the turn of every completion token.
+
+    Raises ValueError: not one list (tuple, tensor or array of one dimension) per rollout, anything but whole numbers.
+    """
+    turn_ids = fields.get("turn_ids")
+    if turn_ids is None:
+        return None
+    if not isinstance(turn_ids, Sized) or len(turn_ids) != num_rollouts:
+        raise ValueError(f"turn_ids is {reprlib.repr(turn_ids)}, want {num_rollouts} lists, one per rollout")
+    return [_listed("turn_ids", row, turns, operator.index, "an int") for row, turns in enumerate(turn_ids)]
+
+
 def turns_of_tokens(batch: dict[str, Tensor], turn_ids: Sequence[Sequence[int]]) -> Tensor:
     """[B, T] int64 from one list per rollout with the turn of every completion token.
 
-    Raises ValueError naming the rollout: no list of it, no whole numbers in it, another number of them than completion
-    tokens.
+    Raises ValueError naming the rollout: another number of entries than completion tokens.
     """
     length_B = batch["completion_mask"].sum(1).tolist()
-    if not isinstance(turn_ids, Sized) or len(turn_ids) != len(length_B):
-        raise ValueError(f"turn_ids is {reprlib.repr(turn_ids)}, want {len(length_B)} lists, one per rollout")
     turn_BT = torch.zeros(batch["completion_ids"].shape, dtype=torch.int64)
     for row, (turns, length) in enumerate(zip(turn_ids, length_B, strict=True)):
-        turns = _listed("turn_ids", row, turns, operator.index, "whole number")
         if length and len(turns) != length:  # 0: a truncated completion that TRL masked
             raise ValueError(f"turn_ids[{row}] has {len(turns)} entries, want {length}, one per completion token")
         turn_BT[row, :length] = torch.tensor(turns[:length], dtype=torch.int64)
@@ -101,7 +118,7 @@ def turn_list(source: str, row: int, rewards: Any) -> list[float] | None:
     is not a finite number.
     """
     if isinstance(rewards, list | tuple) or getattr(rewards, "ndim", 0):
-        return _listed(source, row, rewards, _finite, "finite number")
+        return _listed(source, row, rewards, _finite, "a finite number")
     return None
 
 
@@ -112,7 +129,7 @@ def environment_rewards(environments: Sequence[Any] | None) -> list[list[float] 
     """
     rewards = [getattr(environment, "turn_rewards", None) for environment in environments or []]
     return [
-        None if found is None else _listed("environment.turn_rewards", row, found, _finite, "finite number")
+        None if found is None else _listed("environment.turn_rewards", row, found, _finite, "a finite number")
         for row, found in enumerate(rewards)
     ]
 
@@ -122,13 +139,13 @@ def _listed(source: str, row: int, values: Any, number: Callable[[Any], Any], ki
     if hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        raise ValueError(f"{source} gives {values!r} for rollout {row}, want a list, each entry a {kind}")
+        raise ValueError(f"{source} gives {values!r} for rollout {row}, want a list, each entry {kind}")
     found = []
     for place, value in enumerate(values):
         try:
             found.append(number(value))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(f"{source} gives {value!r} at place {place} of rollout {row}, want a {kind}") from error
+            raise ValueError(f"{source} gives {value!r} at place {place} of rollout {row}, want {kind}") from error
     return found
 
 
