@@ -110,6 +110,18 @@ def _log_ratios_to_mixture(
     return to_p_RV, delta_RV.clamp_(max=0).sub_(excess_RV)
 
 
+def _log_probs(
+    x_RV, y_RV, scale: Tensor, softcap: float, logit_scale: float, normaliser: Tensor, log_p_RV, log_q_RV
+) -> Tensor | None:
+    """Write log p and log q, with the normalisers [4, R] of `divergence_rows`; the derivative of the student's cap."""
+    max_R1, log_sum_R1, teacher_max_R1, teacher_log_sum_R1 = normaliser[:, :, None]
+    _, derivative_RV = shift_rows(x_RV, max_R1, scale, softcap, logit_scale, log_p_RV)
+    shift_rows(y_RV, teacher_max_R1, scale, softcap, logit_scale, log_q_RV)
+    log_p_RV.clamp_(min=SMALLEST).sub_(log_sum_R1)
+    log_q_RV.clamp_(min=SMALLEST).sub_(teacher_log_sum_R1)
+    return derivative_RV
+
+
 def mixture_rows(
     x_RV: Tensor, y_RV: Tensor, temperature: Tensor, softcap: float, logit_scale: float, weight: float,
     normaliser: Tensor, scratch: Sequence[Tensor],
@@ -117,11 +129,7 @@ def mixture_rows(
     """[2, R]: what these columns add to KL(p || m) and KL(q || m), with the normalisers [4, R] of all columns."""
     log_p_RV, log_q_RV, delta_RV, to_p_RV, excess_RV, _ = (buffer[: len(x_RV)] for buffer in scratch)
     scale = scale_of(temperature, softcap, logit_scale)
-    max_R1, log_sum_R1, teacher_max_R1, teacher_log_sum_R1 = normaliser[:, :, None]
-    shift_rows(x_RV, max_R1, scale, softcap, logit_scale, log_p_RV)
-    shift_rows(y_RV, teacher_max_R1, scale, softcap, logit_scale, log_q_RV)
-    log_p_RV.clamp_(min=SMALLEST).sub_(log_sum_R1)
-    log_q_RV.clamp_(min=SMALLEST).sub_(teacher_log_sum_R1)
+    _log_probs(x_RV, y_RV, scale, softcap, logit_scale, normaliser, log_p_RV, log_q_RV)
     torch.sub(log_q_RV, log_p_RV, out=delta_RV)
     to_p_RV, to_q_RV = _log_ratios_to_mixture(delta_RV, weight, to_p_RV, excess_RV)
     return torch.stack([to_p_RV.mul_(log_p_RV.exp_()).sum(1), to_q_RV.mul_(log_q_RV.exp_()).sum(1)])
@@ -144,14 +152,11 @@ def gradient_rows(
     By z_v: logp_y: 1[v = y] - p_v,  entropy: -p_v (log p_v + entropy),  KL(p || q): p_v (log p_v - log q_v - KL),
     KL(q || p): p_v - q_v,  JSD: (1 - a) p_v (log p_v - log m_v - KL(p || m)).
     """
-    entropy_R, student_kl_R, divergence_R, max_R, log_sum_R, teacher_max_R, teacher_log_sum_R = saved
+    entropy_R, student_kl_R, divergence_R = saved[:3]
     grad_logp_R, grad_entropy_R, grad_student_R, grad_divergence_R = grads
     log_p_RV, log_q_RV, grad_RV, delta_RV, excess_RV, _ = (buffer[: len(x_RV)] for buffer in scratch)
     scale = scale_of(temperature, softcap, logit_scale)
-    _, derivative_RV = shift_rows(x_RV, max_R[:, None], scale, softcap, logit_scale, log_p_RV)
-    shift_rows(y_RV, teacher_max_R[:, None], scale, softcap, logit_scale, log_q_RV)
-    log_p_RV.clamp_(min=SMALLEST).sub_(log_sum_R[:, None])
-    log_q_RV.clamp_(min=SMALLEST).sub_(teacher_log_sum_R[:, None])
+    derivative_RV = _log_probs(x_RV, y_RV, scale, softcap, logit_scale, saved[3:], log_p_RV, log_q_RV)
     if jsd_weight:
         grad_student_R, grad_divergence_R = (1 - jsd_weight) * grad_divergence_R, torch.zeros_like(grad_divergence_R)
         torch.sub(log_q_RV, log_p_RV, out=delta_RV)

@@ -9,6 +9,7 @@ from cases import both, logits_of, targets_of
 from divergence_cases import OUTPUTS, exact_gradient_of, gradient_of, kinds, pair_of, weights_of
 
 from crest_ops import token_divergence, token_stats
+from crest_ops.divergence_rows import buffers, divergence_rows, mixture_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -200,3 +201,24 @@ def test_opcheck(backend, jsd_weight):
         torch.library.opcheck(
             torch.ops.crest.token_divergence_grad, (x.detach(), *arguments, entropy, *saved, *grads, *scalars, backend)
         )
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_shards_of_the_columns_add_up_to_the_kls_to_the_mixture(softcap):
+    """The definition's rows with the normalisers of all columns, which `divergence_rows` finds."""
+    x, y = (logits_of(4, 30, seed=seed, dtype=torch.float64) for seed in (1, 2))
+    transform = torch.tensor([0.7], dtype=torch.float64), softcap, 0.9, 0.3
+    scratch = buffers(x.dtype, 4, 30, x.device)
+    *_, m, log_sum, teacher_m, teacher_log_sum = divergence_rows(x, y, torch.zeros(4).long(), *transform, scratch)
+    normaliser = torch.stack([m, log_sum, teacher_m, teacher_log_sum])
+    shards = [slice(0, 13), slice(13, 30)]
+    found = sum(mixture_rows(x[:, at], y[:, at], *transform, normaliser, cut(scratch, at)) for at in shards)
+    capped = (3 * (0.9 * z / 3).tanh() if softcap else 0.9 * z for z in (x, y))
+    log_p, log_q = (torch.log_softmax(z / 0.7, -1) for z in capped)
+    log_m = (0.7 * log_p.exp() + 0.3 * log_q.exp()).log()
+    exact = torch.stack([(log.exp() * (log - log_m)).sum(-1) for log in (log_p, log_q)])
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
+
+
+def cut(scratch, at):
+    return [buffer[:, at] for buffer in scratch]
