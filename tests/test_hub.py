@@ -201,6 +201,8 @@ def test_segments_that_a_kernel_would_misread_are_refused(kernel):
     for name, value in bad:
         with pytest.raises(ValueError, match=rf"^{name}(\[\d\])? is "):
             kernel.crest_segments(**(SEGMENTS | {name: value}), **SETTINGS)
+    with pytest.raises(ValueError, match="^tau is 0.0"):
+        kernel.crest_segments(**SEGMENTS, **(SETTINGS | {"tau": 0.0}))
     none = {name: tensor[:0] for name, tensor in SEGMENTS.items()} | {"ends": torch.tensor([0])}
     assert [len(tensor) for tensor in kernel.crest_segments(**none, **SETTINGS)] == [0] * 5
 

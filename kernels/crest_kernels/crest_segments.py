@@ -121,8 +121,10 @@ def crest_segments(
     to the std, divided by the number of tokens; low, high: clip of the ratio r; dual: of the dual clip, None for none.
 
     Returns (weight * value, weight * slope, ratio r, clipped bool, phi) [N], 0 where not live. Raises ValueError:
-    tensors that the kernel would misread; ends or turn_of_token out of range, on a GPU a device-side assert.
+    tensors that the kernel would misread; tau <= 0; ends or turn_of_token out of range, on a GPU a device-side assert.
     """
+    if not tau > 0:
+        raise ValueError(f"tau is {tau}, want > 0")
     num_tokens, num_turns, device = logp.numel(), turn_advantage.numel(), logp.device
     check_tensor("logp", logp, torch.float32, (num_tokens,), device)
     check_per_row(logp, teacher_logp=teacher_logp, old_logp=old_logp, uncertainty=uncertainty, weight=weight)
