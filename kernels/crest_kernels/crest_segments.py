@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import check_per_row, check_tensor, check_values
+from .arguments import check_tensor, check_values
 from .device import LOG2E
 
 MAX_EXPONENT = tl.constexpr(20.0)
@@ -126,8 +126,9 @@ def crest_segments(
     if not tau > 0:
         raise ValueError(f"tau is {tau}, want > 0")
     num_tokens, num_turns, device = logp.numel(), turn_advantage.numel(), logp.device
-    check_tensor("logp", logp, torch.float32, (num_tokens,), device)
-    check_per_row(logp, teacher_logp=teacher_logp, old_logp=old_logp, uncertainty=uncertainty, weight=weight)
+    floats = dict(logp=logp, teacher_logp=teacher_logp, old_logp=old_logp, uncertainty=uncertainty, weight=weight)
+    for name, value in floats.items():
+        check_tensor(name, value, torch.float32, (num_tokens,), device)
     check_tensor("live", live, torch.bool, (num_tokens,), device)
     check_tensor("turn_of_token", turn_of_token, torch.int32, (num_tokens,), device)
     check_tensor("turn_advantage", turn_advantage, torch.float32, (num_turns,), device)
