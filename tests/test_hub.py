@@ -191,7 +191,8 @@ def test_segments_that_a_kernel_would_misread_are_refused(kernel):
     doubled = SEGMENTS["logp"].repeat_interleave(2)
     bad = [
         ("logp", doubled[::2]), ("old_logp", SEGMENTS["old_logp"][:6]), ("teacher_logp", doubled[:7].double()),
-        ("uncertainty", torch.ones(()).expand(7)), ("weight", [1.0] * 7), ("old_logp", None), ("live", SEGMENTS["live"].int()),
+        ("uncertainty", torch.ones(()).expand(7)), ("weight", [1.0] * 7), ("old_logp", None),
+        ("live", SEGMENTS["live"].int()),
         ("turn_of_token", SEGMENTS["turn_of_token"].long()), ("turn_of_token", torch.full((7,), 3).int()),
         ("turn_of_token", torch.full((7,), -1).int()), ("turn_advantage", SEGMENTS["turn_advantage"].double()),
         ("turn_advantage", torch.ones(1, 3)), ("ends", torch.tensor([3, 6])), ("ends", torch.tensor([3, 8])),
