@@ -174,7 +174,7 @@ def test_anchor_ids_literal():
 keys = st.one_of(st.integers(-2, 2), st.sampled_from([-(2**63), 2**63 - 1, 2**62, -(2**62), 2**32, -(2**32)]))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.lists(keys, max_size=4), st.integers(0, 2)), min_size=1, max_size=6))
 def test_anchor_ids_number_the_pairs_of_group_and_key(rollouts):
     groups = [group for _, group in rollouts]

@@ -23,7 +23,7 @@ SPANS = Spans.from_lengths(
     group=torch.tensor([0, 0]),
 )
 INSIDE = [2, 3, 5, 7, 8, 9]
-EACH = settings(deadline=None, max_examples=60)
+EACH = settings(deadline=None, max_examples=40)
 
 
 def on_tokens(*values, outside=NAN):

@@ -135,7 +135,7 @@ def test_dapo_of_a_batch_with_nothing_to_learn():
     assert torch.equal(credit.credit_N, torch.zeros(30)) and torch.equal(credit.token_weight_N, torch.zeros(30))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(batches(), st.sampled_from(sorted(REDUCTIONS)))
 def test_dapo_is_grpo_and_its_filter_only_renormalises(case, reduction):
     spans, signals = case
@@ -224,7 +224,7 @@ def test_mt_grpo_can_turn_the_verifiers_sign_round():
     assert credit.credit_N[8] < 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(batches(), st.booleans())
 def test_mt_grpo_without_a_first_turns_word_is_grpo_bitwise(case, unbiased):
     """lam = 0: wherever there are several turns; equal turn rewards: there, and everywhere else up to rounding."""

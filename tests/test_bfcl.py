@@ -473,7 +473,7 @@ FRAGMENTS = (
 TEXTS = st.one_of(st.text(max_size=60), st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
 def test_no_text_raises(texts):
     env = _started(max_actions=3)

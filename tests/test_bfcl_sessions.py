@@ -205,7 +205,7 @@ VALUES = st.one_of(
 DOCS = [doc for docs in benchmark().docs.values() for doc in docs] if _fetched("bfcl") else []
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 399))
 def test_no_call_of_a_real_tool_raises(data, seed):
     env = Bfcl("eval")

@@ -135,7 +135,7 @@ def baseline(spans, given):
     return TURN_GRPO.assign(spans, given).credit_N
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(batches())
 def test_the_teacher_never_turns_shrinks_or_exceeds_the_bound(case):
     """P1 sign, P2 bound (absolute: on the summed change, whatever the gradients), P3 amplify only."""

@@ -336,7 +336,7 @@ calls = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 10**6), actions=st.lists(calls, min_size=100, max_size=100))
 def test_no_action_raises(seed, actions):
     desk = Desk(num_turns=4, coupled=0.5)

@@ -43,7 +43,7 @@ def test_history_by_hand():
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(batches(), st.integers(1, 6), st.sampled_from([0.0, 0.3, 1.0]), st.data())
 def test_history_against_a_loop_and_without_the_future(case, window, eta, data):
     spans, signals = case
@@ -91,7 +91,7 @@ def test_the_weight_is_bounded():
 finite = st.floats(-100, 100)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(finite, st.floats(0, 5), st.floats(0, 5), st.floats(0, 1), st.floats(1, 2))
 def test_sign_zero_and_monotony_of_the_reweighting(value, beta_feedback, beta_history, low, high):
     """Over all nine pairs of signals: no sign changes, 0 stays 0, a better reply never makes the return worse."""
@@ -141,7 +141,7 @@ def test_history_by_hand_in_the_credit():
     torch.testing.assert_close(credit.credit_N, wanted, rtol=0, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(batches(), st.sampled_from(["mean_norm", "mean_std_norm"]), st.sampled_from([torch.float32, torch.float64]))
 def test_neutral_signals_are_gigpo_bitwise(case, mode, dtype):
     spans, signals = case

@@ -16,7 +16,7 @@ from crest_ops.segments import segment_mean
 from crest_ops.signals import MultiplicativeCredit, Signals
 from crest_ops.spans import Spans
 
-EACH = settings(deadline=None, max_examples=60)
+EACH = settings(deadline=None, max_examples=40)
 NAN = float("nan")
 PRESETS = ("leave_one_out", "zscore", "raw")
 

@@ -90,7 +90,7 @@ configs = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(batches(), configs)
 def test_without_the_actions_word_it_is_grpo_bitwise(case, config):
     spans, signals = case
@@ -104,7 +104,7 @@ def test_without_the_actions_word_it_is_grpo_bitwise(case, config):
         assert torch.equal(credit.credit_N, wanted) and torch.equal(credit.advantage_N, wanted)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(batches(), configs)
 def test_the_actions_word_sums_to_nothing_in_every_anchor_group(case, config):
     spans, signals = case

@@ -300,9 +300,10 @@ def test_grpo_reference_is_read_from_the_results_file(tmp_path):
     path = tmp_path / "desk.csv"
     default = load_config()
     assert grpo_reference(default, path) is None
+    last = default.training.steps
     path.write_text(
-        "turns,method,seed,step,turn_success,session_success\n"
-        "8,grpo,0,40,0.9,0.5\n8,grpo,1,40,0.8,0.7\n8,grpo,0,10,0.1,0.1\n8,crest,0,40,1.0,1.0\n16,grpo,0,40,0.2,0.1\n"
+        f"turns,method,seed,step,turn_success,session_success\n8,grpo,0,{last},0.9,0.5\n8,grpo,1,{last},0.8,0.7\n"
+        f"8,grpo,0,{last - 10},0.1,0.1\n8,crest,0,{last},1.0,1.0\n16,grpo,0,{last},0.2,0.1\n"
     )
     line = grpo_reference(default, path)
     assert "mean of 2 seeds" in line and "turn success 0.850, session success 0.600" in line

@@ -101,7 +101,7 @@ def forests(draw):
     return spans, signals.value_S, torch.tensor(error, dtype=torch.bool), cause_S, kappa
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(forests())
 def test_it_is_the_definition(case):
     """Roots by following causes one by one, blame moved one action at a time."""
@@ -121,7 +121,7 @@ def test_it_is_the_definition(case):
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(forests())
 def test_blame_is_conserved_in_every_trajectory_and_no_echo_gets_more(case):
     spans, credit, error, cause, kappa = case

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from crest_ops.returns import discounted_return, k_step_credit, log_ratio_td, td_credit, uniform_credit
 from crest_ops.spans import Spans
 
-EACH = settings(deadline=None, max_examples=60)
+EACH = settings(deadline=None, max_examples=40)
 
 
 def spans_of(*trajectories):

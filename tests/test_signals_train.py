@@ -90,7 +90,7 @@ def test_an_action_that_was_never_played_is_an_error_of_its_own():
     assert tuple(map(int, last)) == (3, 0, 1, -1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(turns=st.lists(st.lists(TURNS, max_size=3), min_size=1, max_size=3))
 def test_action_rewards_sum_to_the_session_reward(turns):
     """A session is its turns: number of actions, reward; up to three may not have been reached."""

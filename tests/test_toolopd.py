@@ -93,7 +93,7 @@ configs = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(batches(), configs)
 def test_credit_is_never_negative_and_has_mean_one_over_actions(case, config):
     spans, signals = case
@@ -125,7 +125,7 @@ def test_the_rl_part_is_grpos_bitwise_and_a_silent_skill_leaves_it_alone(case, c
     assert not toolopd.assign(spans, signals, replace(config, beta=0.0)).distill_N.any()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(batches(), configs)
 def test_the_other_outcome_distils_other_actions(case, config):
     """A fixed trajectory and skill with the outcome flipped: what was kept is dropped."""

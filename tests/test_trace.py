@@ -17,7 +17,7 @@ from crest_ops.returns import k_step_credit, log_ratio_td
 from crest_ops.signals import AdditiveCredit, Signals
 from crest_ops.spans import Spans
 
-EACH = settings(deadline=None, max_examples=60)
+EACH = settings(deadline=None, max_examples=40)
 LOG2 = math.log(2)
 
 # One group. Rollout 0: two tool calls of 2 and 1 tokens, an answer of 2. Rollout 1: an answer of 1. Rollout 2: none.

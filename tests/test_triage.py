@@ -74,7 +74,7 @@ CONFIGS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(batches(), CONFIGS)
 def test_the_shift_is_bounded_and_equal_for_equal_roles(case, config):
     spans, signals = case
@@ -126,7 +126,7 @@ def test_a_role_can_turn_the_sign_round_unless_it_is_told_not_to(reward, role, p
     assert safe[0].item() == pytest.approx(plain + TABLE[role] / 6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(batches(), CONFIGS)
 def test_direction_safe_turns_no_sign(case, config):
     spans, signals = case
@@ -164,7 +164,7 @@ def squared_error(actions, table):
     return sum((Fraction(d) - table[r]) ** 2 for d, r in actions) / len(actions)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(ACTIONS, st.tuples(*[st.integers(-8, 8)] * 4))
 def test_projection_theorem(actions, table):
     """E[delta | rho] minimises the squared error, and a fixed table changes it by sum p (c^2 - 2 c E[delta | rho])."""
