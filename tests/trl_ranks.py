@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from test_trl_credit import TURN_REWARDS, scripted, scripted_trainer, tokens
+from trl_scripted import TURN_REWARDS, scripted, scripted_trainer, tokens
 
 from crest_ops import DrGRPOConfig, TurnGRPOConfig
 
