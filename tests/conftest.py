@@ -5,8 +5,39 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Tests are small and run side by side: a thread each, here and in the processes they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
 import torch
+
+try:
+    from triton.runtime import interpreter
+except ImportError:  # no Triton for this system
+    interpreter = None
+
+
+def quicken(interpreter):
+    """Let the interpreter find its builtins by name: it looks through all of triton.language at every function call."""
+    from triton import language
+
+    core = language.core
+    places = [language, core, language.math, language.tensor, getattr(core, "tensor_descriptor_base", None)]
+    names = {
+        place: [name for name, member in inspect.getmembers(place) if core.is_builtin(member)]
+        for place in filter(None, places)
+    }
+
+    def getmembers(place):
+        if place not in names:
+            return inspect.getmembers(place)
+        return [(name, getattr(place, name)) for name in names[place]]
+
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": getmembers})
+
+
+if interpreter is not None:
+    quicken(interpreter)
 
 
 @pytest.fixture
