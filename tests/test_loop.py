@@ -10,10 +10,11 @@ from crest_train.chat import make_chat
 from crest_train.config import TeacherSection, TrainingSection, load_config
 from crest_train.contexts import hints, teacher_stream
 from crest_train.credit import assign_credit, needs_of, rows_with_signal, session_reward, spans_of
+from crest_train.draws import session_seeds
 from crest_train.environments import FIRST_HELD_OUT_SEED
 from crest_train.evaluate import evaluate
 from crest_train.imitation import imitate
-from crest_train.loop import session_seeds, train
+from crest_train.loop import train
 from crest_train.report import closing_table, grpo_reference
 from crest_train.rollouts import Sampling, rollout
 from crest_train.signals import Scorers, gather

@@ -7,7 +7,7 @@ from crest_train.config import TrainingSection, load_config
 from crest_train.credit import action_reward, assign_credit, needs_of, session_reward, spans_of
 from crest_train.environments.desk import Desk
 from crest_train.environments.desk_world import VOCABULARY
-from crest_train.loop import credit_metrics
+from crest_train.metrics import credit_metrics
 from crest_train.policy import TinyConfig, TinyForCausalLM
 from crest_train.rollouts import Sampling, rollout
 from crest_train.sessions import Action, Session, as_tensors

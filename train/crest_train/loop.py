@@ -1,8 +1,5 @@
 """The training loop, from top to bottom: rollout -> verify -> signals -> credit -> loss -> step -> log."""
 
-import hashlib
-import resource
-import sys
 import time
 from pathlib import Path
 
@@ -10,22 +7,21 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crest_ops import AdditiveCredit, Credit, Signals, Spans
 from crest_train.chat import Chat, make_chat
 from crest_train.config import Config, PolicySection
-from crest_train.credit import assign_credit, make_method, needs_of, session_reward, spans_of
+from crest_train.credit import assign_credit, make_method, needs_of, spans_of
 from crest_train.display import progress
-from crest_train.environments import FIRST_HELD_OUT_SEED, make_environment
+from crest_train.draws import generator_of, session_seeds
+from crest_train.environments import make_environment
 from crest_train.evaluate import evaluate, sampling_of
 from crest_train.fetch import path_of
 from crest_train.imitation import imitate
+from crest_train.metrics import credit_metrics, outcome_metrics, peak_memory_mib, teacher_metrics
 from crest_train.model import check_policy, context_length, load_pretrained
-from crest_train.probe_statistics import top_shares
-from crest_train.ranks import first_ahead, from_first, gathered, is_first, joined, weights_from_first
+from crest_train.ranks import first_ahead, from_first, is_first, joined, weights_from_first
 from crest_train.report import closing_table, draw_curves, grpo_reference
 from crest_train.rollouts import rollout
 from crest_train.run_folder import RunFolder, claim_run
-from crest_train.sessions import Rollout
 from crest_train.signals import Scorers, check_environment, gather, reads_gold, teacher_of
 from crest_train.trajectories import trajectories_page
 from crest_train.update import update
@@ -176,19 +172,6 @@ def first_policy(section: PolicySection, console: Console) -> tuple[PreTrainedMo
     return load_pretrained(path_of("smollm2") if section.model == "smollm2" else Path(section.model), section)
 
 
-def session_seeds(config: Config, step: int) -> list[int]:
-    """The seeds of a step's sessions, each repeated group_size times: counted on from step to step, never held out."""
-    first = config.run.seed * 1_000_000 + (step - 1) * config.rollout.sessions
-    sessions = range(first, first + config.rollout.sessions)
-    return [session % FIRST_HELD_OUT_SEED for session in sessions for _ in range(config.rollout.group_size)]
-
-
-def generator_of(config: Config, step: int, purpose: str, device: torch.device) -> torch.Generator:
-    """A random generator that depends on the run's seed, the step and the purpose alone."""
-    digest = hashlib.blake2b(f"{config.run.seed} {step} {purpose}".encode(), digest_size=4).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
-
-
 def due(step: int, every: int) -> bool:
     """True at every multiple of `every`; never when it is 0."""
     return every > 0 and step % every == 0
@@ -206,51 +189,6 @@ def evaluate_where_due(
     folder.log("evaluation", step, **found, peak_memory_mib=peak_memory_mib())
     words = "turn {turn_success:.3f}  session {session_success:.3f}".format(**found)
     console.print(f"held out, after step {step}: {words}", highlight=False)
-
-
-def outcome_metrics(batch: Rollout) -> dict[str, float]:
-    """How the sampled sessions went."""
-    return {
-        "turn_success": float(batch.turn_reward.sum() / batch.num_turns.sum()),
-        "session_success": float((session_reward(batch, "all") == 1).float().mean()),
-        "cut_sessions": batch.cut_sessions,
-        "sampled_tokens": batch.sampled_tokens,
-        "fed_tokens": batch.fed_tokens,
-    }
-
-
-def credit_metrics(credit: Credit, spans: Spans) -> dict[str, float]:
-    """How the credit is spread over the policy's tokens.
-
-    credit_top_1, _5, _10: share of the summed |token weight * credit| on the largest 1, 5 and 10 % of the tokens.
-    sign_flipped, of additive credit: share of the tokens where its sign is the opposite of the verifier's.
-    """
-    sizes = (credit.token_weight_N * credit.credit_N).abs()[spans.mask]
-    if not sizes.any():
-        return {}
-    names = ("credit_top_1", "credit_top_5", "credit_top_10")
-    metrics = dict(zip(names, top_shares(sizes, (0.01, 0.05, 0.1)), strict=True))
-    if isinstance(credit, AdditiveCredit):
-        metrics["sign_flipped"] = float((credit.credit_N * credit.advantage_N < 0)[spans.mask].float().mean())
-    return metrics
-
-
-def teacher_metrics(credit: Credit, signals: Signals) -> dict[str, float]:
-    """Over the tokens with credit: mean teacher gap (nats), and the share where it points the way the credit does."""
-    with_credit_N = credit.credit_N != 0
-    if signals.teacher_gap_N is None or not with_credit_N.any():
-        return {}
-    gap = signals.teacher_gap_N[with_credit_N]
-    agrees = gap * credit.credit_N[with_credit_N] > 0
-    return {"teacher_gap": float(gap.mean()), "share_amplified": float(agrees.float().mean())}
-
-
-def peak_memory_mib() -> float:
-    """The most memory that a process of the run has held so far: on the GPU where there is one in use, else in RAM."""
-    if torch.cuda.is_initialized():
-        return max(gathered(torch.cuda.max_memory_allocated() / 2**20))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return max(gathered(peak / 2**20 if sys.platform == "darwin" else peak / 2**10))
 
 
 def finish(folder: RunFolder, config: Config, console: Console) -> None:

@@ -51,7 +51,7 @@ from crest_train.compare_plan import entries
 from crest_train.config import Config, MethodSection
 from crest_train.credit import make_method, needs_of, spans_of
 from crest_train.display import progress
-from crest_train.loop import generator_of
+from crest_train.draws import generator_of
 from crest_train.model import check_policy
 from crest_train.probe_credit import (
     CONTROLS,
