@@ -172,12 +172,16 @@ class EvaluationSection(Section):
 
 
 class RunSection(Section):
-    """seed: of everything drawn; threads: of torch (0: torch's own choice); checkpoint_every: steps (0: ends only)."""
+    """seed: of everything drawn; threads: of torch (0: torch's own choice); checkpoint_every: steps (0: ends only).
+
+    trackers: where the run is shown while it goes on, beside metrics.jsonl.
+    """
 
     seed: int = Field(0, ge=0, le=2**63 - 1)
     threads: int = Field(0, ge=0, le=1024)
     checkpoint_every: int = Field(10, ge=0)
     sessions_shown: int = Field(6, ge=0)
+    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = []
 
 
 class Config(Section):

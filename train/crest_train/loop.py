@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crest_train.chat import Chat, make_chat
 from crest_train.config import Config, PolicySection
-from crest_train.credit import assign_credit, make_method, needs_of, spans_of
+from crest_train.credit import assign_credit, make_method, needs_of, session_reward, spans_of
 from crest_train.display import progress
 from crest_train.draws import generator_of, session_seeds
 from crest_train.environments import make_environment
@@ -23,6 +23,7 @@ from crest_train.report import closing_table, draw_curves, grpo_reference
 from crest_train.rollouts import rollout
 from crest_train.run_folder import RunFolder, claim_run
 from crest_train.signals import Scorers, check_environment, gather, reads_gold, teacher_of
+from crest_train.trackers import Log, check_trackers
 from crest_train.trajectories import trajectories_page
 from crest_train.update import update
 from crest_train.value import StateValue
@@ -42,6 +43,7 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
     for options in (config.environment.options, config.held_out_options()):
         make_environment(config.environment.name, options)
     check_environment(config)
+    check_trackers(config.run.trackers)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     with joined(config.policy.device), claim_run(config, output) as folder:
@@ -74,9 +76,10 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
     if done is None:
         done = 0
         folder.begin(config)
+        log = Log(config, folder, console, resumed=False)
         imitation = imitate(model, chat, config, console)
         seconds = time.perf_counter() - began
-        folder.log("warm_start", 0, **imitation, warm_start_seconds=seconds, peak_memory_mib=peak_memory_mib())
+        log("warm_start", 0, **imitation, warm_start_seconds=seconds, peak_memory_mib=peak_memory_mib())
         if "gold_logp" in asked:
             folder.save_reference(model)
         folder.save(model, tokenizer, optimizer, 0, value and value.state_dict())
@@ -86,11 +89,12 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
             value.load_state_dict(folder.restore_value())
         if damaged := folder.forget_after(done):
             console.print(f"metrics.jsonl: left out {damaged} damaged line(s)", highlight=False)
+        log = Log(config, folder, console, resumed=True)
         console.print(f"{folder.path} holds {done} of {config.training.steps} steps: going on", soft_wrap=True)
     with first_ahead():
         reference = folder.restore_reference(config.policy) if "gold_logp" in asked else None
     scorers = Scorers(model, chat, reference, value)
-    evaluate_where_due(folder, model, chat, config, done, console)
+    evaluate_where_due(folder, log, model, chat, config, done, console)
 
     total, cuts_told = config.training.steps, False
     with progress(console, "step", total, done) as show:
@@ -140,23 +144,25 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
             stepped = time.perf_counter()
 
             # Log.
-            metrics |= (
-                outcome_metrics(batch) | credit_metrics(credit, spans) | teacher_metrics(credit, signals) | learned
-            )
+            reward = session_reward(batch, config.method.session_reward)
+            metrics |= outcome_metrics(batch, reward, config.rollout.group_size)
+            metrics |= credit_metrics(credit, spans) | teacher_metrics(credit, signals) | learned
             metrics |= {
+                "learning_rate": config.training.rate,
                 "rollout_seconds": batch.seconds,
                 "teacher_seconds": scored - began + distributed - assigned,
                 "credit_seconds": assigned - scored,
                 "training_seconds": stepped - distributed,
             }
-            folder.log("step", step, **metrics, peak_memory_mib=peak_memory_mib())
+            log("step", step, **metrics, peak_memory_mib=peak_memory_mib())
             show(step, "turn {turn_success:.3f}  session {session_success:.3f}  loss {loss:+.4f}".format(**metrics))
             if step == total or due(step, config.run.checkpoint_every):
                 title = f"{config.method.name} on {config.environment.name}, step {step}"
                 page = trajectories_page(title, batch, credit, tokenizer, config.run.sessions_shown)
                 folder.write("trajectories.html", page)
                 folder.save(model, tokenizer, optimizer, step, value and value.state_dict())
-            evaluate_where_due(folder, model, chat, config, step, console)
+            evaluate_where_due(folder, log, model, chat, config, step, console)
+    log.close()
     if is_first():
         finish(folder, config, console)
 
@@ -178,7 +184,7 @@ def due(step: int, every: int) -> bool:
 
 
 def evaluate_where_due(
-    folder: RunFolder, model: PreTrainedModel, chat: Chat, config: Config, step: int, console: Console
+    folder: RunFolder, log: Log, model: PreTrainedModel, chat: Chat, config: Config, step: int, console: Console
 ) -> None:
     """Evaluate, log it and say it: at the first step, the last and those between that are due, each of them once."""
     if not (step in (0, config.training.steps) or due(step, config.evaluation.every)):
@@ -186,7 +192,7 @@ def evaluate_where_due(
     if from_first(any(line["event"] == "evaluation" and line["step"] == step for line in folder.metrics())):
         return
     found = evaluate(model, chat, config)
-    folder.log("evaluation", step, **found, peak_memory_mib=peak_memory_mib())
+    log("evaluation", step, **found, peak_memory_mib=peak_memory_mib())
     words = "turn {turn_success:.3f}  session {session_success:.3f}".format(**found)
     console.print(f"held out, after step {step}: {words}", highlight=False)
 

@@ -12,15 +12,40 @@ from crest_train.ranks import gathered
 from crest_train.sessions import Rollout
 
 
-def outcome_metrics(batch: Rollout) -> dict[str, float]:
-    """How the sampled sessions went."""
-    return {
+def outcome_metrics(batch: Rollout, reward_B: torch.Tensor, group_size: int) -> dict[str, float]:
+    """How the sampled sessions went; names with TRL's meaning are TRL's.
+
+    reward_B [B] float: of each session, group after group. reward_std: over all sessions, n - 1 below.
+    frac_reward_zero_std: share of the groups in which all sessions earned the same. completions/*_length: tokens that
+    the policy wrote in a session; clipped_ratio: share of the sessions that reached the model's context.
+    .../turn_k: the same of the k-th turn of the sessions that have one (a turn not reached failed); entropy/turn_k: of
+    the policy at its tokens there, mean, as they were sampled (nats).
+    """
+    length_B = batch.policy.sum(1).float()
+    grouped = reward_B.view(-1, group_size)
+    metrics = {
         "turn_success": float(batch.turn_reward.sum() / batch.num_turns.sum()),
         "session_success": float((session_reward(batch, "all") == 1).float().mean()),
+        "reward": float(reward_B.mean()),
+        "reward_std": float(reward_B.std()) if len(reward_B) > 1 else 0.0,
+        "frac_reward_zero_std": float((grouped == grouped[:, :1]).all(1).float().mean()),
+        "completions/mean_length": float(length_B.mean()),
+        "completions/min_length": float(length_B.min()),
+        "completions/max_length": float(length_B.max()),
+        "completions/clipped_ratio": batch.cut_sessions / len(batch.sessions),
         "cut_sessions": batch.cut_sessions,
+        "prompt_tokens": sum(len(session.prompt) for session in batch.sessions),
         "sampled_tokens": batch.sampled_tokens,
         "fed_tokens": batch.fed_tokens,
     }
+    for k in range(batch.turn_reward.shape[1]):
+        asked_B, written_BT = batch.num_turns > k, batch.turn == k
+        metrics[f"turn_success/turn_{k + 1}"] = float(batch.turn_reward[asked_B, k].mean())
+        if written_BT.any():
+            metrics[f"entropy/turn_{k + 1}"] = float(batch.entropy[written_BT].mean())
+            reached_B = written_BT.any(1)
+            metrics[f"completions/mean_length/turn_{k + 1}"] = float(written_BT[reached_B].sum(1).float().mean())
+    return metrics
 
 
 def credit_metrics(credit: Credit, spans: Spans) -> dict[str, float]:
