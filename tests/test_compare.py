@@ -240,6 +240,7 @@ def test_last_words_of_a_run(shared, tmp_path):
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_stops_the_runs_and_says_how_to_go_on(sent, shared, tmp_path, monkeypatch, capsys):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a process started in the background
     started = []
     popen = comparing.subprocess.Popen
 

@@ -69,7 +69,7 @@ def exact_gradient(logits, targets, surrogate, credit, weight, changes, **transf
     return torch.autograd.grad((weight.double() * value).sum(), x)[0]
 
 
-def case(rows=6, vocabulary=301, dtype=torch.float32):
+def case(rows=4, vocabulary=301, dtype=torch.float32):
     x, y = logits_of(rows, vocabulary, dtype=dtype), targets_of(rows, high=vocabulary)
     return x, y, logits_of(rows, seed=3), logits_of(rows, seed=4).abs()
 
@@ -87,7 +87,7 @@ def test_the_gradient_is_that_of_the_loss(name, extras):
     every = {
         "old": dict(old_logp=near(x, y, 5)),
         "ref": dict(ref_logp=near(x, y, 6), kl_coef=0.3),
-        "importance": dict(importance_weight=logits_of(6, seed=7).abs()),
+        "importance": dict(importance_weight=logits_of(4, seed=7).abs()),
         "entropy": dict(entropy_coef=0.2),
         "nothing": {},
     }
@@ -107,7 +107,7 @@ def test_the_gradient_is_that_of_the_loss(name, extras):
 def test_every_factor_of_the_chain_once(entropy_coef, softcap, per_row, vocab_size):
     x, y, credit, weight = case()
     y = y % 250
-    temperature = torch.linspace(0.4, 3, 6) if per_row else 0.6
+    temperature = torch.linspace(0.4, 3, 4) if per_row else 0.6
     transform = dict(temperature=temperature, softcap=softcap or None, logit_scale=0.7, vocab_size=vocab_size)
     changes = dict(old_logp=near(x, y, 5, **transform), entropy_coef=entropy_coef)
     exact = exact_gradient(x, y, PPOClip(0.2, 0.28), credit, weight, changes, **transform)
@@ -208,15 +208,15 @@ def test_minus_inf_and_a_target_outside_the_support():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("off_policy", [False, True])
 def test_a_nan_row_stays_in_its_row_and_reaches_the_gradient(name, bad, off_policy):
-    x, y, credit, weight = case(5, 600)
+    x, y, credit, weight = case(3, 600)
     changes = dict(credit=credit, weight=weight, old_logp=near(x, y, 5) if off_policy else None)
     clean = run(x, y, SURROGATES[name][1], **changes)
-    x[2, 77] = bad
+    x[1, 77] = bad
     found = run(x, y, SURROGATES[name][1], **changes)
     for ours, before in zip(found, clean, strict=True):
-        assert torch.equal(ours[[0, 1, 3, 4]], before[[0, 1, 3, 4]])
+        assert torch.equal(ours[[0, 2]], before[[0, 2]])
     logp, entropy, active, gradient = found
-    assert logp[2].isnan() and entropy[2].isnan() and active[2] and gradient[2].isnan().any()
+    assert logp[1].isnan() and entropy[1].isnan() and active[1] and gradient[1].isnan().any()
 
 
 def test_unwanted_rows_are_not_looked_at():
