@@ -1,12 +1,11 @@
 """Rollouts: what they record is what the model does, for any architecture; stop rules, cuts, the teacher stream."""
 
-import math
-
 import pytest
 import torch
-from crest_train import evaluate, rollouts
+from crest_train import evaluate
 from crest_train.chat import make_chat
 from crest_train.config import load_config
+from crest_train.engines import lockstep
 from crest_train.environments.protocol import Step
 from crest_train.model import check_policy, hidden_states
 from crest_train.rollouts import Sampling, demonstrate, rollout
@@ -141,7 +140,7 @@ def test_same_seed_same_tokens():
 def test_every_token_is_fed_once(monkeypatch):
     fed = []
     monkeypatch.setattr(
-        rollouts, "hidden_states", lambda model, ids, cache: fed.append(ids.shape) or hidden_states(model, ids, cache)
+        lockstep, "hidden_states", lambda model, ids, cache: fed.append(ids.shape) or hidden_states(model, ids, cache)
     )
     played = play(toy_model(), [Toy(6, "be brief") for _ in range(4)], [3, 3, 3, 3])
     prompt, *steps = fed
@@ -339,17 +338,3 @@ def test_lockstep_smaller_than_the_batch():
     played = play(toy_model(), [Toy(2) for _ in range(5)], [1, 2, 3, 4, 5], rows=2)
     assert [session.seed for session in played.sessions] == [1, 2, 3, 4, 5]
     assert played.reached.all()
-
-
-def test_sampling_follows_the_probabilities_and_never_leaves_the_support():
-    logits = torch.tensor([float("-inf"), 1.0, 2.0, float("-inf"), 0.0, float("-inf")])
-    uniform = torch.rand(20_000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    tokens, logps, entropies = rollouts._sample(logits.expand(20_000, -1), 2.0, uniform)
-    wanted = (logits / 2.0).softmax(-1)
-    counts = torch.bincount(torch.tensor(tokens), minlength=6)
-    assert (counts[wanted == 0] == 0).all()
-    # 5 standard deviations of a binomial count
-    assert ((counts - 20_000 * wanted).abs() <= 5 * (20_000 * wanted * (1 - wanted)).sqrt()).all()
-    assert logps[:50] == pytest.approx([float(wanted.log()[token]) for token in tokens[:50]], abs=1e-6)
-    entropy = -sum(p * math.log(p) for p in wanted.tolist() if p)
-    assert entropies[:50] == pytest.approx([entropy] * 50, abs=1e-6)

@@ -35,6 +35,7 @@ class RecordedAction(_Line):
 
     turn: its place in the session, from 0. tokens: the written ids, the one that ended the action included.
     logp, entropy: per token, at the sampling temperature, in nats; left out: the probed policy's own are taken.
+    sampler_logp: with which it was drawn, where that was from another distribution.
     state_key: equal where actions of a group met the same state. text: the action without its end token.
     observation: the environment's reply. info: what the environment says of the action (see environments.protocol).
     cut: it was stopped by a limit.
@@ -45,6 +46,7 @@ class RecordedAction(_Line):
     tokens: list[int] = Field(min_length=1)
     logp: list[float] = []
     entropy: list[float] = []
+    sampler_logp: list[float] = []
     state_key: int = 0
     text: str = ""
     observation: str | None = None
@@ -85,7 +87,7 @@ class RecordedSession(_Line):
             _check(turn <= action.turn < self.num_turns, f"{name}.turn is {action.turn}, want {turn}..num_turns - 1")
             _check(action.start >= free, f"{name}.start is {action.start}, want {free} or more")
             _check(self.ids[action.start : end] == action.tokens, f"{name}.tokens are not ids[{action.start}:{end}]")
-            for values in ("logp", "entropy"):
+            for values in ("logp", "entropy", "sampler_logp"):
                 found = len(getattr(action, values))
                 _check(found in (0, len(action.tokens)), f"{name}.{values} has {found} numbers, want one per token")
             free, turn = end, action.turn

@@ -14,7 +14,8 @@ import torch
 class Action:
     """One action of the policy: its tokens, where they begin in the session, what came of it.
 
-    entropy: of the policy's distribution at each token (nats, at the sampling temperature).
+    logp, entropy: of the policy's distribution at each token (nats, at the sampling temperature).
+    sampler_logp: of the distribution that the token was drawn from, where another engine or a cut made it differ.
     state_key: names the state that the action met; equal for equal states: info["state_key"] where the environment
         tells it, else a digest of the turn's place and of all texts shown in the turn so far.
     cut: stopped by `max_action_tokens` (the environment saw its text) or by the model's context (it did not).
@@ -30,6 +31,7 @@ class Action:
     observation: str | None = None
     info: dict[str, Any] = field(default_factory=dict)
     cut: bool = False
+    sampler_logp: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -58,7 +60,8 @@ class Rollout:
 
     ids [B,T] int64: 0 behind a session's end. policy [B,T] bool: True where the policy wrote the token.
     turn [B,T] int64: place of the token's turn in its session, -1 where the policy did not write.
-    old_logp, entropy [B,T] float32: log-prob and entropy at the sampling temperature, 0 where the policy did not write.
+    old_logp, entropy [B,T] float32: the policy's log-prob and entropy at the sampling temperature, 0 where it did not
+    write. sampler_logp [B,T] float32: the log-prob with which the token was drawn.
     turn_reward [B,K] float32: 0 for turns not reached. reached [B,K] bool. num_turns [B] int64.
     seconds: wall time.
     """
@@ -68,6 +71,7 @@ class Rollout:
     policy: torch.Tensor
     turn: torch.Tensor
     old_logp: torch.Tensor
+    sampler_logp: torch.Tensor
     entropy: torch.Tensor
     turn_reward: torch.Tensor
     reached: torch.Tensor
@@ -107,17 +111,19 @@ def as_tensors(sessions: list[Session], seconds: float) -> Rollout:
     ids = padded([session.ids for session in sessions])
     length = ids.shape[1]
     turns = max(session.num_turns for session in sessions)
-    turn, old_logp, entropy = [], [], []
+    turn, old_logp, sampler_logp, entropy = [], [], [], []
     for session in sessions:
-        turn_T, logp_T, entropy_T = [-1] * length, [0.0] * length, [0.0] * length
+        turn_T, logp_T, sampler_T, entropy_T = [-1] * length, *([0.0] * length for _ in range(3))
         for action in session.actions:
             size = len(action.tokens)
             written = slice(action.start, action.start + size)
             turn_T[written] = [action.turn] * size
             logp_T[written] = action.logp
+            sampler_T[written] = action.sampler_logp or action.logp
             entropy_T[written] = action.entropy
         turn.append(turn_T)
         old_logp.append(logp_T)
+        sampler_logp.append(sampler_T)
         entropy.append(entropy_T)
     turn_BT = torch.tensor(turn, dtype=torch.int64)
     rewards = [session.turn_reward for session in sessions]
@@ -127,6 +133,7 @@ def as_tensors(sessions: list[Session], seconds: float) -> Rollout:
         policy=turn_BT >= 0,
         turn=turn_BT,
         old_logp=torch.tensor(old_logp, dtype=torch.float32),
+        sampler_logp=torch.tensor(sampler_logp, dtype=torch.float32),
         entropy=torch.tensor(entropy, dtype=torch.float32),
         turn_reward=torch.tensor([reward + [0.0] * (turns - len(reward)) for reward in rewards]),
         reached=torch.tensor([[k < len(reward) for k in range(turns)] for reward in rewards]),
