@@ -15,6 +15,7 @@ from pydantic.errors import PydanticUserError
 from crest_train.environments.protocol import Environment
 
 ENVIRONMENTS = {
+    "alfworld": "crest_train.environments.alfworld:Alfworld",
     "bfcl": "crest_train.environments.bfcl:Bfcl",
     "desk": "crest_train.environments.desk:Desk",
 }
