@@ -21,6 +21,8 @@ _READING = ("examine", "go", "help", "inventory", "look")
 class _State:
     household: Household
     world: World
+    distance: int
+    """Commands of the rule-based solution from here."""
     num_actions: int = 0
     made: set[tuple[str, tuple]] = field(default_factory=set)
     """Commands, each with the state that it met."""
@@ -28,7 +30,9 @@ class _State:
     """Replies so far."""
 
     def copy(self) -> "_State":
-        return _State(self.household, self.world.copy(), self.num_actions, set(self.made), set(self.told))
+        return _State(
+            self.household, self.world.copy(), self.distance, self.num_actions, set(self.made), set(self.told)
+        )
 
 
 class Alfworld:
@@ -67,8 +71,9 @@ class Alfworld:
     def reset(self, seed: int) -> str:
         """Start session `seed`: the room and the task."""
         household = draw_household(seed, self.tasks, held_out=seed >= FIRST_HELD_OUT_SEED)
-        self._state = _State(household, World(dict(household.lies_in)))
-        opening = rules.look(household, self._state.world)
+        world = World(dict(household.lies_in))
+        self._state = _State(household, world, len(rules.solve(household, world)))
+        opening = rules.look(household, world)
         return self._with_commands(f"{opening}\nYour task is to: {household.text}.")
 
     def gold(self) -> str:
@@ -88,10 +93,12 @@ class Alfworld:
         """Play one command. Raises ValueError only when the session is over or not begun."""
         state, command = self._running(), action.strip()
         household, world = state.household, state.world
-        before, distance = world.key(), len(rules.solve(household, world))
+        before, distance = world.key(), state.distance
         reply = rules.play(household, world, command)
         state.num_actions += 1
-        gained = distance - len(rules.solve(household, world))
+        if world.key() != before:
+            state.distance = len(rules.solve(household, world))
+        gained = distance - state.distance
         failed = reply == rules.NOTHING
         reward = 1.0 if rules.won(household, world) else 0.0 if state.num_actions >= self.max_actions else None
         if reward == 0.0 or gained < 0:

@@ -6,6 +6,7 @@ None of ALFWorld's own games are used. The rooms are of this project's making, i
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 TASKS = (
     "pick_and_place_simple",
@@ -158,6 +159,7 @@ def openable(receptacle: str) -> bool:
     return kind_of(receptacle) in _OPENABLE
 
 
+@lru_cache
 def goals(task: str, *, held_out: bool) -> list[Goal]:
     """All goals of a task type in a fixed order; those of held-out sessions are others than those of training."""
     found = []
@@ -200,11 +202,13 @@ def draw_household(seed: int, tasks: Sequence[str], *, held_out: bool) -> Househ
     return Household(goal, text, tuple(receptacles), lies_in, contains, treatments, lamp)
 
 
+@lru_cache
 def _furniture(room: str) -> dict[str, tuple[int, int]]:
     entries = (entry.split() for entry in _FURNITURE[room].split(","))
     return {kind: (int(fewest), int(most)) for kind, fewest, most in entries}
 
 
+@lru_cache
 def _objects(room: str) -> tuple[dict[str, frozenset[str]], dict[str, frozenset[str]]]:
     contains, treatments = {}, {}
     for line in _OBJECTS[room].split("\n")[1:]:
