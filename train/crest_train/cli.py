@@ -172,6 +172,63 @@ def probe(
     )
 
 
+@app.command("eval")
+def evaluate(
+    policy: Annotated[
+        str | None, typer.Argument(help="A run's folder, a model's folder, or a name: desk, smollm2.")
+    ] = None,
+    env: Annotated[
+        str | None,
+        typer.Option(help="Environment, with its defaults, in place of the run's; with --compare: whose evaluations."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file of how to play. Default: the run's own, else the defaults.")
+    ] = None,
+    sessions: Annotated[
+        int | None, typer.Option(min=1, help="Held-out sessions. Default: [evaluation], or as many as there are.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Plays of each session; pass@k for k up to this.")] = 1,
+    temperature: Annotated[float | None, typer.Option(help="Of sampling. Default: [evaluation].")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same plays.")] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="table.key=value on top of the configuration; may be given repeatedly."),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Play nothing: pair two evaluations, each the folder of one or of a run that holds one."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the evaluation; one that was stopped there goes on. Default: in the run's folder."
+        ),
+    ] = None,
+) -> None:
+    """Evaluate on held-out sessions: success per category, pass@k and bootstrap intervals; or compare two evaluations.
+
+    crest-train eval runs/mine --env bfcl --samples 4; crest-train eval --compare runs/mine runs/other
+    """
+    _refuse_several("eval")
+    if (policy is None) == (compare is None):
+        raise ValueError("wanted a policy to evaluate, or --compare with two evaluations")
+    # Imported late: help needs no torch.
+    from transformers.utils import logging
+
+    from crest_train.compare_plan import with_changes
+    from crest_train.evaluation import evaluate_policy, evaluation_config
+    from crest_train.evaluation_pairs import compare_evaluations
+
+    if compare:
+        compare_evaluations(*compare, env, output, Console())
+        return
+    logging.disable_progress_bar()
+    given = {"evaluation.temperature": temperature, "run.seed": seed}
+    told = [f"{key}={value}" for key, value in given.items() if value is not None]
+    resolved = with_changes(evaluation_config(policy, config, env), [*(changes or []), *told])
+    evaluate_policy(policy, resolved, sessions=sessions, samples=samples, output=output, console=Console())
+
+
 @app.command()
 def fetch(
     names: Annotated[list[str], typer.Argument(help="What to download into the user's cache: smollm2, bfcl.")],

@@ -26,13 +26,18 @@ def evaluate(model: PreTrainedModel, chat: Chat, config: Config) -> dict[str, fl
         environments,
         [FIRST_HELD_OUT_SEED + i for i in range(num_sessions)],
         generator=torch.Generator(model.device).manual_seed(0),
-        sampling=replace(sampling_of(config), temperature=config.evaluation.temperature),
+        sampling=held_out_sampling(config),
     )
     return {
         "turn_success": float(played.turn_reward.sum() / played.num_turns.sum()),
         "session_success": float((session_reward(played, "all") == 1).float().mean()),
         "evaluation_seconds": played.seconds,
     }
+
+
+def held_out_sampling(config: Config) -> Sampling:
+    """How the policy samples where it is evaluated."""
+    return replace(sampling_of(config), temperature=config.evaluation.temperature)
 
 
 def sampling_of(config: Config, *, gold: bool = False) -> Sampling:

@@ -116,6 +116,11 @@ class Bfcl:
         """Number of user turns of the session; 0 before reset."""
         return len(self._state.session.gold) if self._state else 0
 
+    @property
+    def category(self) -> str:
+        """Category of the session; empty before reset."""
+        return self._state.session.category if self._state else ""
+
     def session_of(self, seed: int) -> str:
         """The benchmark's id of the session that a seed names."""
         return self.session_ids[seed % len(self.session_ids)]

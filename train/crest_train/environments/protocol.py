@@ -43,6 +43,8 @@ class Environment(Protocol):
     """One session at a time; an instance shares no mutable state with any other.
 
     A bad action (not parseable, no such tool, wrong arguments) is answered with an observation, never an exception.
+    `crest-train eval` also reads `category` (str, of the session; a column of its table each) and `session_ids` (all
+    sessions, through which the seeds run, so that none is counted twice) where there are such attributes.
     """
 
     system: str
