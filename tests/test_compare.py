@@ -151,8 +151,7 @@ with open(folder.parents[1] / "starts", "a") as file:
     file.write(name + "\\n")
 if name in Path(folder.parents[1] / "broken").read_text().split():
     sys.exit("error: the disk is full")
-(folder / "checkpoint").mkdir(exist_ok=True)
-(folder / "checkpoint" / "trainer.json").write_text(json.dumps({"step": 2}))
+(folder / "checkpoints" / "step-00002").mkdir(parents=True, exist_ok=True)
 tops = {"credit_top_1": 0.1, "credit_top_5": 0.3, "credit_top_10": 0.5}
 lines = [
     {"event": "warm_start", "step": 0, "warm_start_seconds": 9.0},

@@ -43,7 +43,7 @@ def test_what_a_run_leaves(policy_folder, finished):
     config = toy_config(policy_folder)
     assert load_config(finished.path / "config.toml") == config
     assert {path.name for path in finished.path.iterdir()} - {".lock"} == {
-        "checkpoint",
+        "checkpoints",
         "config.toml",
         "curves.png",
         "metrics.jsonl",

@@ -26,7 +26,7 @@ from crest_train.recording import read_rollouts
 from crest_train.sessions import Action, Session, as_tensors
 from rich.console import Console
 from toy import WORDS, toy_model, toy_tokenizer
-from toy_runs import quiet_train, toy_config
+from toy_runs import last_of, quiet_train, toy_config
 from typer.testing import CliRunner
 
 from crest_ops import CISPO, METHODS, Credit, Signals
@@ -280,7 +280,7 @@ def test_a_probe_of_recorded_rollouts_is_the_same(run_folder, probed, tmp_path):
     options = dict(batches=4, seed=3, config=config, controls=False, console=Console(quiet=True))
     options["rollouts"] = output / "rollouts.jsonl"
     for project in (0, 4096):
-        found = probe(run_folder.checkpoint, ["crest"], output=tmp_path / str(project), project=project, **options)
+        found = probe(last_of(run_folder), ["crest"], output=tmp_path / str(project), project=project, **options)
         assert not (tmp_path / str(project) / "rollouts.jsonl").exists()
         near = 1e-4 if project == 0 else 0.1
         for row in found:
@@ -296,12 +296,12 @@ def test_value_head_learns_from_batches_that_are_not_measured(run_folder, tmp_pa
     lines = (tmp_path / "one" / "rollouts.jsonl").read_text().splitlines(keepends=True)
     assert {json.loads(line)["batch"] for line in lines} == set(range(8))
     given["rollouts"] = tmp_path / "one" / "rollouts.jsonl"
-    again = probe(run_folder.checkpoint, ["factor", "trace"], output=tmp_path / "two", **given)
+    again = probe(last_of(run_folder), ["factor", "trace"], output=tmp_path / "two", **given)
     for row, same in zip(rows, again, strict=True):
         assert row["cosine"] == pytest.approx(same["cosine"], abs=1e-4) or row["cosine"] == same["cosine"]
     given["rollouts"].write_text("".join(line for line in lines if json.loads(line)["batch"] < 3))
     with pytest.raises(ValueError, match="holds 3 batches, want 3, and one or more that the value head learns from"):
-        probe(run_folder.checkpoint, ["factor"], output=tmp_path / "three", **given)
+        probe(last_of(run_folder), ["factor"], output=tmp_path / "three", **given)
 
 
 def test_sessions_of_another_policy_are_told(run_folder, probed, tmp_path, capsys):
@@ -352,7 +352,7 @@ def test_command(run_folder, tmp_path):
     assert done.exit_code == 0 and "sketches of 64" in done.output
     with open(tmp_path / "probe" / "probe.csv", newline="") as file:
         assert [row["method"] for row in csv.DictReader(file)] == ["grpo", "turn_grpo", "crest", REFERENCE]
-    done = CliRunner().invoke(app, ["probe", str(run_folder.checkpoint), *given, str(tmp_path / "other")])
+    done = CliRunner().invoke(app, ["probe", str(last_of(run_folder)), *given, str(tmp_path / "other")])
     assert "is no run folder; want a run's folder" in str(done.exception)
 
 

@@ -1,21 +1,22 @@
 """The folder of a run: exact resume, one run at a time, what is damaged, what must not be overwritten."""
 
 import json
+import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from crest_train.config import load_config
 from crest_train.loop import train
-from crest_train.model import read_pretrained
 from crest_train.policy import TinyConfig, TinyForCausalLM
 from crest_train.run_folder import RunFolder, claim_run
 from rich.console import Console
-from safetensors.torch import load_file, save_file
-from toy import WORDS, toy_model, toy_tokenizer
-from toy_runs import assert_same_run, quiet_train, toy_config
+from toy import WORDS, Toy, toy_model, toy_tokenizer
+from toy_runs import assert_same_run, harm, quiet_train, toy_config
 
 
 class Stop(Exception):
@@ -31,9 +32,9 @@ def stop_after_save(monkeypatch, step):
     """Stop the next run as soon as the checkpoint of `step` is written."""
     save = RunFolder.save
 
-    def save_and_stop(folder, model, tokenizer, optimizer, at, value):
-        save(folder, model, tokenizer, optimizer, at, value)
-        if at == step:
+    def save_and_stop(folder, *state):
+        save(folder, *state)
+        if folder.steps()[-1] == step:
             raise Stop
 
     monkeypatch.setattr(RunFolder, "save", save_and_stop)
@@ -78,65 +79,58 @@ def test_reference_and_value_go_on_bitwise_too(policy_folder, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("damage", ["garbage", "gone"])
-@pytest.mark.parametrize(("method", "name"), [("trace", "reference"), ("factor", "checkpoint")])
-def test_damaged_reference_or_value_is_told(policy_folder, tmp_path, method, name, damage):
+def test_damaged_reference_is_told(policy_folder, tmp_path, damage):
     config = toy_config(
-        policy_folder, method={"name": method}, training={"steps": 1}, evaluation={"sessions": 2, "every": 0}
+        policy_folder, method={"name": "trace"}, training={"steps": 1}, evaluation={"sessions": 2, "every": 0}
     )
     folder = quiet_train(config, tmp_path / "run")
-    path = folder.path / name / ("model.safetensors" if method == "trace" else "value.safetensors")
+    path = folder.reference / "model.safetensors"
     path.unlink() if damage == "gone" else path.write_bytes(b"no tensors")
-    with pytest.raises(
-        ValueError, match=f"{folder.path / name} is damaged .*; bring it back .* to begin the run again"
-    ):
+    with pytest.raises(ValueError, match=f"{folder.reference} is damaged .*; bring it back .* to begin the run again"):
         quiet_train(config, folder.path)
 
 
-@pytest.mark.parametrize("shift", range(8))
-def test_what_a_checkpoint_gives_back_is_aligned(policy_folder, finished, tmp_path, shift):
-    """CPU kernels differ in the last bits between data at multiples of 64 bytes and other data."""
-    config, folder = toy_config(policy_folder), RunFolder(tmp_path)
-    shutil.copytree(finished.checkpoint, folder.checkpoint)
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        tensors = {key: value.clone() for key, value in load_file(folder.checkpoint / name).items()}
-        save_file(tensors, folder.checkpoint / name, metadata={"format": "pt", "shift": " " * 8 * shift})
-    model, _ = read_pretrained(folder.checkpoint, config.policy)
-    optimizer = torch.optim.Adam(model.parameters())
-    folder.restore_optimizer(optimizer)
-    moments = [value for state in optimizer.state.values() for value in state.values()]
-    assert len(moments) > 20
-    assert {tensor.data_ptr() % 64 for tensor in (*model.parameters(), *model.buffers(), *moments)} == {0}
+def test_run_stopped_between_checkpoints_goes_on_from_the_last(policy_folder, finished, tmp_path, monkeypatch):
+    log = RunFolder.log
+
+    def log_and_stop(folder, event, step, **values):
+        log(folder, event, step, **values)
+        if step == 3:
+            raise Stop
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(RunFolder, "log", log_and_stop)
+        quiet_train(toy_config(policy_folder), tmp_path / "run")
+    assert RunFolder(tmp_path / "run").steps() == [0, 2]
+    assert_same_run(quiet_train(toy_config(policy_folder), tmp_path / "run"), finished)
 
 
-@pytest.mark.parametrize("stop_at", ["between checkpoints", "before the renames", "between the renames"])
-def test_stopped_run_goes_on_as_if_it_had_not_been(policy_folder, finished, tmp_path, monkeypatch, stop_at):
-    config = toy_config(policy_folder)
+class Restless(Toy):
+    """A toy that tosses coins of every global random state: what it says wrong tries are depends on them."""
 
-    class Stop(Exception):
-        pass
+    def step(self, action):
+        tosses = random.random(), np.random.random(), float(torch.rand(()))
+        found = super().step(action)
+        if found.turn_reward != 0:
+            return found
+        return replace(found, turn_reward=float(sum(tosses) < 1.5))
 
-    def stop(*_, **__):
-        raise Stop
 
-    folder, log, save = tmp_path / "run", RunFolder.log, RunFolder.save
-    if stop_at == "between checkpoints":
-        monkeypatch.setattr(RunFolder, "log", lambda s, e, n, **v: log(s, e, n, **v) or (n == 3 and stop()))
-    else:
-        monkeypatch.setattr(
-            RunFolder, "save", lambda s, m, t, o, n, v: half_save(s, m, t, o, n) if n == 4 else save(s, m, t, o, n, v)
-        )
-
-    def half_save(run, model, tokenizer, optimizer, step):
-        model.save_pretrained(run.path / "checkpoint.tmp")
-        if stop_at == "between the renames":
-            run.checkpoint.rename(run.path / "checkpoint.old")
-        stop()
-
-    with pytest.raises(Stop):
-        quiet_train(config, folder)
-    monkeypatch.undo()
-    assert RunFolder(folder).saved_step() == 2
-    assert_same_run(quiet_train(config, folder), finished)
+def test_global_random_states_go_on_too(policy_folder, tmp_path, monkeypatch):
+    config = toy_config(
+        policy_folder,
+        environment={"name": "test_resume:Restless"},
+        method={"name": "trace", "session_reward": "mean"},  # loads a reference before the first step
+        evaluation={"sessions": 4, "every": 1},
+        run={"seed": 1, "threads": 1, "checkpoint_every": 1},
+    )
+    whole = quiet_train(config, tmp_path / "whole")
+    for step in (0, 2):
+        with monkeypatch.context() as patch, pytest.raises(Stop):
+            stop_after_save(patch, step)
+            quiet_train(config, tmp_path / f"{step}")
+        random.seed(step), np.random.seed(step), torch.manual_seed(step)
+        assert_same_run(quiet_train(config, tmp_path / f"{step}"), whole)
 
 
 def test_start_that_came_to_nothing_leaves_no_trace(policy_folder, finished, tmp_path):
@@ -159,7 +153,7 @@ def test_new_runs_get_folders_of_their_own(policy_folder, tmp_path, monkeypatch)
     config = toy_config(policy_folder)
     with claim_run(config, None) as first, claim_run(config, None) as second:
         assert [str(first.path), str(second.path)] == ["runs/toy-Toy-crest-seed1", "runs/toy-Toy-crest-seed1-2"]
-        second.checkpoint.mkdir()
+        (second.checkpoints / "step-00000").mkdir(parents=True)
     assert not first.path.exists() and second.path.exists()
     (tmp_path / first.path).mkdir()
     with claim_run(config, None) as third:
@@ -187,7 +181,7 @@ def test_lock_of_a_killed_process_does_not_block(policy_folder, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True)
     assert done.returncode == -9 and (tmp_path / "run").exists()
-    assert quiet_train(toy_config(policy_folder, training={"steps": 1}), tmp_path / "run").saved_step() == 1
+    assert quiet_train(toy_config(policy_folder, training={"steps": 1}), tmp_path / "run").steps() == [0, 1]
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -228,42 +222,58 @@ def test_interrupt_tells_how_to_go_on(policy_folder, finished, tmp_path, monkeyp
     if at == 0:
         assert said == "stopped; there was no checkpoint yet, nothing is kept" and not output.exists()
     else:
-        assert said == f"stopped; go on with: crest-train run '{output}/config.toml' --output '{output}'"
+        assert said == f"stopped; go on with: crest-train run --resume '{output}'"
         assert_same_run(quiet_train(load_config(output / "config.toml"), output), finished)
 
 
-def test_output_that_holds_something_else_is_refused_unharmed(policy_folder, finished, tmp_path):
-    with pytest.raises(ValueError, match="holds a run with another configuration"):
-        quiet_train(toy_config(policy_folder, training={"steps": 9}), finished.path)
+def test_output_that_holds_something_else_is_refused_unharmed(policy_folder, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="exists and holds no run"):
         quiet_train(toy_config(policy_folder), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-CHECKPOINT = ["model.safetensors", "config.json", "tokenizer.json", "optimizer.safetensors", "trainer.json"]
+def test_damaged_checkpoint_is_put_aside_and_its_steps_made_again(policy_folder, finished, tmp_path, capsys):
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(finished.path, folder.path)
+    harm(folder.checkpoints / "step-00004" / "model.safetensors", "one bit")
+    for times in (1, 0):
+        train(toy_config(policy_folder), folder.path, Console(width=40))
+        said = capsys.readouterr().out
+        assert said.count("is damaged") == said.count("holds 2 of 4 steps: going on") == times
+        assert_same_run(folder, finished)
+    assert folder.steps() == [2, 4] and (folder.checkpoints / "step-00004.damaged").is_dir()
 
 
-@pytest.mark.parametrize("name", CHECKPOINT)
-@pytest.mark.parametrize("damage", ["half", "garbage", "gone"])
-def test_damaged_checkpoint_is_told_and_left_alone(policy_folder, finished, tmp_path, name, damage):
-    config, folder = toy_config(policy_folder), tmp_path / "run"
-    shutil.copytree(finished.path, folder)
-    path = folder / "checkpoint" / name
-    content = path.read_bytes()
-    if damage == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(content[: len(content) // 2] if damage == "half" else b"\xff" * len(content))
-    before = (folder / "metrics.jsonl").read_bytes()
+def test_run_with_all_checkpoints_damaged_is_left_alone(policy_folder, finished, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(finished.path, folder.path)
+    for step in (2, 4):
+        harm(folder.checkpoints / f"step-0000{step}" / "model.safetensors", "half")
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     with pytest.raises(ValueError) as refused:
-        quiet_train(config, folder)
+        quiet_train(toy_config(policy_folder), folder.path)
     said = str(refused.value)
-    assert said.startswith(f"{folder / 'checkpoint'} is damaged (") and "\n" not in said
-    assert said.endswith("; bring it back from a copy, or delete it to begin the run again")
-    assert (folder / "metrics.jsonl").read_bytes() == before
-    path.write_bytes(content)
-    assert_same_run(quiet_train(config, folder), finished)
+    for step in (4, 2):
+        assert f"{folder.checkpoints}/step-0000{step} is damaged (model.safetensors has " in said
+    assert said.endswith(f"; bring one back from a copy, or delete {folder.path} to begin the run again")
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_the_last_checkpoints_are_kept(policy_folder, tmp_path, kept):
+    run = {"seed": 1, "threads": 1, "checkpoint_every": 1, "checkpoints_kept": kept}
+    config = toy_config(policy_folder, run=run, evaluation={"sessions": 2, "every": 0})
+    assert quiet_train(config, tmp_path / "run").steps() == [0, 1, 2, 3, 4][-kept:]
+
+
+def test_finished_run_is_extended(policy_folder, tmp_path, finished):
+    longer = toy_config(policy_folder, training={"steps": 6, "rate": 1e-3, "rows_per_micro_batch": 4})
+    whole = quiet_train(longer, tmp_path / "whole")
+    shutil.copytree(finished.path, tmp_path / "run")
+    folder = quiet_train(longer, tmp_path / "run")
+    assert_same_run(folder, whole)
+    assert load_config(folder.path / "config.toml") == longer
 
 
 def test_bad_input_leaves_no_folder(policy_folder, tmp_path):

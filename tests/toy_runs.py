@@ -45,10 +45,27 @@ def drawn(folder):
     ]
 
 
+def last_of(folder):
+    """The folder of the run's last checkpoint."""
+    return folder.last_checkpoint(Console(quiet=True)).path
+
+
 def weights(folder):
-    return load_file(folder.checkpoint / "model.safetensors")
+    return load_file(last_of(folder) / "model.safetensors")
 
 
 def assert_same_run(one, other):
     assert drawn(one) == drawn(other)
     assert all(torch.equal(tensor, weights(other)[name]) for name, tensor in weights(one).items())
+
+
+def harm(path, damage):
+    """Cut a file in half, change one bit of it, or remove it ("half", "one bit", "gone")."""
+    content = path.read_bytes()
+    middle = len(content) // 2
+    if damage == "gone":
+        path.unlink()
+    elif damage == "half":
+        path.write_bytes(content[:middle])
+    else:
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])

@@ -37,9 +37,15 @@ def run(
     output: Annotated[
         Path | None, typer.Option(help="Folder of the run; a run that was stopped there goes on. Default: a new one.")
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a run that goes on, with its own configuration; more --steps for a finished one."),
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
 ) -> None:
-    """Train, and leave a folder with configuration, metrics, checkpoint, curves and sampled sessions.
+    """Train, and leave a folder with configuration, metrics, checkpoints, curves and sampled sessions.
+
+    Ctrl-C and SIGTERM keep what was learned so far and say how to go on; a second Ctrl-C does not wait for that.
 
     An environment of your own (environment.name = "module:Class") is looked for in the current folder first.
     On several processes: torchrun --nproc-per-node 2 -m crest_train.cli run ...
@@ -51,6 +57,12 @@ def run(
     overrides = {
         table: {key: value for key, value in values.items() if value is not None} for table, values in given.items()
     }
+    if resume:
+        if output:
+            raise ValueError("--resume and --output: found both, wanted one; --resume goes on in the folder it names")
+        if not (resume / "config.toml").is_file():
+            raise ValueError(f"--resume: {resume} holds no run (found no config.toml in it)")
+        config, output = config or resume / "config.toml", resume
     resolved = load_config(config, overrides)
     from transformers.utils import logging
 

@@ -113,12 +113,9 @@ def terminated_like_interrupted() -> Iterator[None]:
 def finished(run: Run) -> bool:
     """Whether the run has its last checkpoint and the evaluation after it."""
     folder, steps = RunFolder(run.path), run.config.training.steps
-    try:
-        return folder.saved_step() == steps and any(
-            line["event"] == "evaluation" and line["step"] == steps for line in folder.metrics()
-        )
-    except ValueError:  # damaged: the run itself says how
-        return False
+    return folder.steps()[-1:] == [steps] and any(
+        line["event"] == "evaluation" and line["step"] == steps for line in folder.metrics()
+    )
 
 
 def play(runs: list[Run], jobs: int, console: Console) -> dict[str, str]:

@@ -1,13 +1,12 @@
 """Which runs a comparison consists of: the configuration that they share, and what each has of its own."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from crest_ops import METHODS
-from crest_train.config import Config, MethodSection, load_config, tomllib
+from crest_train.config import Config, MethodSection, differences, load_config, tomllib
 from crest_train.credit import make_method
 from crest_train.environments import make_environment
 
@@ -149,16 +148,6 @@ def with_changes(config: Config, changes: list[str]) -> Config:
 
 def difference(there: Config, here: Config) -> str | None:
     """The first setting in which two configurations differ, in words; None when they are equal."""
-    one, other = (dict(_flat(config.model_dump(mode="json"))) for config in (there, here))
-    for key in dict.fromkeys([*one, *other]):
-        if one.get(key) != other.get(key):
-            return f"{key} is {one.get(key)!r} there, {other.get(key)!r} here"
+    for key, (one, other) in differences(there, here).items():
+        return f"{key} is {one!r} there, {other!r} here"
     return None
-
-
-def _flat(table: dict[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{name}{key}.")
-        else:
-            yield name + key, value

@@ -1,6 +1,7 @@
 """The configuration of a run: defaults are the default run, a TOML file changes them, unknown keys are refused."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal
@@ -174,12 +175,14 @@ class EvaluationSection(Section):
 class RunSection(Section):
     """seed: of everything drawn; threads: of torch (0: torch's own choice); checkpoint_every: steps (0: ends only).
 
+    checkpoints_kept: the last ones, so that a damaged one costs the steps since the one before.
     trackers: where the run is shown while it goes on, beside metrics.jsonl.
     """
 
     seed: int = Field(0, ge=0, le=2**63 - 1)
     threads: int = Field(0, ge=0, le=1024)
     checkpoint_every: int = Field(10, ge=0)
+    checkpoints_kept: int = Field(2, ge=1)
     sessions_shown: int = Field(6, ge=0)
     trackers: list[Literal["tensorboard", "trackio", "wandb"]] = []
 
@@ -235,6 +238,22 @@ def _explain(problem: dict[str, Any]) -> str:
     for table in tables:
         section = section.model_fields[table].annotation
     return f"unknown key {key!r}; known keys here: {', '.join(section.model_fields)}"
+
+
+def differences(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
+    """The keys (table.key) in which two configurations differ, with both values (None: not there)."""
+    one, other = (dict(_flat(config.model_dump(mode="json"))) for config in (there, here))
+    return {
+        key: (one.get(key), other.get(key)) for key in dict.fromkeys([*one, *other]) if one.get(key) != other.get(key)
+    }
+
+
+def _flat(table: dict[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{name}{key}.")
+        else:
+            yield name + key, value
 
 
 def to_toml(config: Config) -> str:

@@ -8,18 +8,20 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crest_train.chat import Chat, make_chat
-from crest_train.config import Config, PolicySection
+from crest_train.config import Config, PolicySection, to_toml
 from crest_train.credit import assign_credit, make_method, needs_of, session_reward, spans_of
 from crest_train.display import progress
-from crest_train.draws import generator_of, session_seeds
+from crest_train.draws import generator_of, random_states, restore_random, seed_random, session_seeds
 from crest_train.environments import make_environment
 from crest_train.evaluate import evaluate, sampling_of
 from crest_train.fetch import path_of
 from crest_train.imitation import imitate
+from crest_train.leaving import Leaving, leaving
 from crest_train.metrics import credit_metrics, outcome_metrics, peak_memory_mib, teacher_metrics
 from crest_train.model import check_policy, context_length, load_pretrained
 from crest_train.ranks import first_ahead, from_first, is_first, joined, weights_from_first
 from crest_train.report import closing_table, draw_curves, grpo_reference
+from crest_train.resuming import accepted_changes
 from crest_train.rollouts import rollout
 from crest_train.run_folder import RunFolder, claim_run
 from crest_train.signals import Scorers, check_environment, gather, reads_gold, teacher_of
@@ -28,13 +30,16 @@ from crest_train.trajectories import trajectories_page
 from crest_train.update import update
 from crest_train.value import StateValue
 from crest_train.warm_start import built_in_policy
+from crest_train.whole import full_disk_told
 
 
 def train(config: Config, output: Path | None = None, console: Console | None = None) -> RunFolder:
     """Run the configuration, or go on with the run that `output` holds, and return its folder.
 
     Everything drawn depends on (seed, step) alone, so that a resumed run is the uninterrupted one. Raises ValueError
-    for bad input before any work, and SystemExit (130) when interrupted; a step that a checkpoint holds is never lost.
+    for bad input before any work, OSError that names the space left when the disk is full, and SystemExit when
+    interrupted (130) or terminated (143), after a checkpoint of the last whole step (see leaving.py).
+
     Started by torchrun or accelerate launch, the processes share the work and make the run that one would make, up to
     rounding (see ranks.py); any number of them can go on with it.
     """
@@ -46,26 +51,31 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
     check_trackers(config.run.trackers)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    with joined(config.policy.device), claim_run(config, output) as folder:
+    with joined(config.policy.device), claim_run(config, output) as folder, leaving() as leave:
         console = console if is_first() else Console(quiet=True)
+
+        def way_on() -> str:
+            return f"go on with: {folder.command}" if folder.steps() else "there was no checkpoint yet, nothing is kept"
+
         try:
-            run(config, folder, console)
+            with full_disk_told(folder.path, way_on):
+                run(config, folder, console, leave)
         except KeyboardInterrupt:
-            kept = folder.has_checkpoint()
-            words = f"go on with: {folder.command}" if kept else "there was no checkpoint yet, nothing is kept"
-            console.print(f"stopped; {words}", soft_wrap=True, highlight=False, markup=False)
-            raise SystemExit(130) from None
+            console.print(f"stopped; {way_on()}", soft_wrap=True, highlight=False, markup=False)
+            raise SystemExit(leave.exit_code) from None
     return folder
 
 
-def run(config: Config, folder: RunFolder, console: Console) -> None:
+def run(config: Config, folder: RunFolder, console: Console, leave: Leaving) -> None:
     """Play, score and learn, step by step, from where the folder is to the end."""
-    done, began = from_first(folder.saved_step()), time.perf_counter()
-    if done is None:
+    began = time.perf_counter()
+    saved = from_first(folder.last_checkpoint(console))
+    changes = accepted_changes(saved, config) if saved else []
+    if saved is None:
         with first_ahead():
             model, tokenizer = first_policy(config.policy, console)
     else:
-        model, tokenizer = folder.restore_policy(config.policy)
+        model, tokenizer = saved.restore_policy(config.policy)
     weights_from_first(model)
     model.eval()  # no dropout: a token's log-prob must not change between the rollout and the update
     check_policy(model)
@@ -73,31 +83,42 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=config.training.rate, betas=config.training.betas)
     asked = needs_of(config.method)  # before any schedule: what is learned is learned from the first step on
     value = StateValue(model, chat, config) if "value_S" in asked else None
-    if done is None:
+
+    def keep() -> None:
+        folder.save(config, model, tokenizer, optimizer, done, value and value.state_dict(), random)
+
+    if saved is None:
         done = 0
         folder.begin(config)
         log = Log(config, folder, console, resumed=False)
+        seed_random(config)
         imitation = imitate(model, chat, config, console)
         seconds = time.perf_counter() - began
         log("warm_start", 0, **imitation, warm_start_seconds=seconds, peak_memory_mib=peak_memory_mib())
         if "gold_logp" in asked:
             folder.save_reference(model)
-        folder.save(model, tokenizer, optimizer, 0, value and value.state_dict())
+        random = random_states()
+        keep()
     else:
-        folder.restore_optimizer(optimizer)
+        done, random = saved.step, saved.random()
+        saved.restore_optimizer(optimizer)
         if value:
-            value.load_state_dict(folder.restore_value())
+            value.load_state_dict(saved.restore_value())
         if damaged := folder.forget_after(done):
             console.print(f"metrics.jsonl: left out {damaged} damaged line(s)", highlight=False)
+        if changes:
+            folder.write("config.toml", to_toml(config))
+            console.print(f"changed since then: {', '.join(changes)}", soft_wrap=True, highlight=False, markup=False)
         log = Log(config, folder, console, resumed=True)
         console.print(f"{folder.path} holds {done} of {config.training.steps} steps: going on", soft_wrap=True)
     with first_ahead():
         reference = folder.restore_reference(config.policy) if "gold_logp" in asked else None
     scorers = Scorers(model, chat, reference, value)
+    restore_random(random)
     evaluate_where_due(folder, log, model, chat, config, done, console)
 
     total, cuts_told = config.training.steps, False
-    with progress(console, "step", total, done) as show:
+    with progress(console, "step", total, done) as show, leave.keeping(keep):
         for step in range(done + 1, total + 1):
             # Rollout: every environment verifies its session, turn by turn.
             seeds = session_seeds(config, step)
@@ -121,7 +142,6 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
             began = time.perf_counter()
             spans = spans_of(batch, group)
             signals = gather(needs_of(config.method, step), batch, group, spans, config, scorers)
-            learned = value.learn(batch, spans) if value else {}
             scored = time.perf_counter()
 
             # Credit, and the teacher's distributions where it distils them.
@@ -129,38 +149,41 @@ def run(config: Config, folder: RunFolder, console: Console) -> None:
             assigned = time.perf_counter()
             teacher = teacher_of(credit, batch, group, config, scorers)
 
-            # Loss, step.
             distributed = time.perf_counter()
-            metrics = update(
-                model,
-                optimizer,
-                batch,
-                credit,
-                config.training,
-                temperature=config.rollout.temperature,
-                generator=generator_of(config, step, "minibatches", torch.device("cpu")),
-                teacher=teacher,
-            )
-            stepped = time.perf_counter()
+            with leave.unbroken():
+                # Loss, step.
+                learned = value.learn(batch, spans) if value else {}
+                metrics = update(
+                    model,
+                    optimizer,
+                    batch,
+                    credit,
+                    config.training,
+                    temperature=config.rollout.temperature,
+                    generator=generator_of(config, step, "minibatches", torch.device("cpu")),
+                    teacher=teacher,
+                )
+                stepped = time.perf_counter()
 
-            # Log.
-            reward = session_reward(batch, config.method.session_reward)
-            metrics |= outcome_metrics(batch, reward, config.rollout.group_size)
-            metrics |= credit_metrics(credit, spans) | teacher_metrics(credit, signals) | learned
-            metrics |= {
-                "learning_rate": config.training.rate,
-                "rollout_seconds": batch.seconds,
-                "teacher_seconds": scored - began + distributed - assigned,
-                "credit_seconds": assigned - scored,
-                "training_seconds": stepped - distributed,
-            }
-            log("step", step, **metrics, peak_memory_mib=peak_memory_mib())
-            show(step, "turn {turn_success:.3f}  session {session_success:.3f}  loss {loss:+.4f}".format(**metrics))
-            if step == total or due(step, config.run.checkpoint_every):
-                title = f"{config.method.name} on {config.environment.name}, step {step}"
-                page = trajectories_page(title, batch, credit, tokenizer, config.run.sessions_shown)
-                folder.write("trajectories.html", page)
-                folder.save(model, tokenizer, optimizer, step, value and value.state_dict())
+                # Log.
+                reward = session_reward(batch, config.method.session_reward)
+                metrics |= outcome_metrics(batch, reward, config.rollout.group_size)
+                metrics |= credit_metrics(credit, spans) | teacher_metrics(credit, signals) | learned
+                metrics |= {
+                    "learning_rate": config.training.rate,
+                    "rollout_seconds": batch.seconds,
+                    "teacher_seconds": scored - began + distributed - assigned,
+                    "credit_seconds": assigned - scored,
+                    "training_seconds": stepped - distributed,
+                }
+                done, random = step, random_states()
+                log("step", step, **metrics, peak_memory_mib=peak_memory_mib())
+                show(step, "turn {turn_success:.3f}  session {session_success:.3f}  loss {loss:+.4f}".format(**metrics))
+                if step == total or due(step, config.run.checkpoint_every):
+                    title = f"{config.method.name} on {config.environment.name}, step {step}"
+                    page = trajectories_page(title, batch, credit, tokenizer, config.run.sessions_shown)
+                    folder.write("trajectories.html", page)
+                    keep()
             evaluate_where_due(folder, log, model, chat, config, step, console)
     log.close()
     if is_first():
@@ -191,7 +214,9 @@ def evaluate_where_due(
         return
     if from_first(any(line["event"] == "evaluation" and line["step"] == step for line in folder.metrics())):
         return
+    random = random_states()
     found = evaluate(model, chat, config)
+    restore_random(random)  # what is trained does not depend on when is evaluated
     log("evaluation", step, **found, peak_memory_mib=peak_memory_mib())
     words = "turn {turn_success:.3f}  session {session_success:.3f}".format(**found)
     console.print(f"held out, after step {step}: {words}", highlight=False)

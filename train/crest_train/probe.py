@@ -135,7 +135,7 @@ def probe(
         raise ValueError(f"--project: found {project}, want 0 or more numbers per gradient")
     if (output / "probe.csv").exists():
         raise ValueError(f"--output: {output} holds a probe already; name another folder")
-    subject = subject_of(policy, config, seed, rollouts is not None)
+    subject = subject_of(policy, config, seed, rollouts is not None, console)
     config, model = subject.config, subject.model
     variants = variants_of(methods, config, controls, options)
     needs = {need for variant in variants for need in variant.needs}

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crest_train.chat import Chat
+from crest_train.checkpoint import Checkpoint
 from crest_train.config import Config, load_config
 from crest_train.credit import needs_of, spans_of
 from crest_train.draws import generator_of, session_seeds
@@ -31,16 +33,18 @@ Batch = tuple[Rollout, torch.Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """A policy, the configuration it is probed with, the steps it was trained for, its run (None: a model alone)."""
+    """A policy, the configuration it is probed with, the steps it was trained for, its run and that
+    one's checkpoint (None: a model alone)."""
 
     config: Config
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     step: int = 0
     run: RunFolder | None = None
+    saved: Checkpoint | None = None
 
 
-def subject_of(policy: Path, config: Config | None, seed: int, recorded: bool) -> Subject:
+def subject_of(policy: Path, config: Config | None, seed: int, recorded: bool, console: Console) -> Subject:
     """The policy of a run's folder or a model's, with the configuration given, or the run's, and this seed.
 
     Raises ValueError: no such folder, no checkpoint, a model alone with neither rollouts nor configuration.
@@ -53,10 +57,10 @@ def subject_of(policy: Path, config: Config | None, seed: int, recorded: bool) -
     config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
     if run is None:
         return Subject(config, *load_pretrained(policy, config.policy))
-    step = run.saved_step()
-    if step is None:
+    saved = run.last_checkpoint(console)
+    if saved is None:
         raise ValueError(f"policy: the run in {policy} has no checkpoint yet")
-    return Subject(config, *run.restore_policy(config.policy), step, run)
+    return Subject(config, *saved.restore_policy(config.policy), saved.step, run, saved)
 
 
 def needs_spare(subject: Subject, needs: set[str]) -> bool:
@@ -114,7 +118,7 @@ def scorers_of(subject: Subject, chat: Chat | None, needs: set[str], spare: Iter
         reference = run.restore_reference(subject.config.policy)
     value = StateValue(model, chat, subject.config) if "value_S" in needs else None
     if value and value.head and not needs_spare(subject, needs):
-        value.load_state_dict(run.restore_value())
+        value.load_state_dict(subject.saved.restore_value())
     for batch, group in spare:
         value.learn(batch, spans_of(batch, group))
     return Scorers(model, chat, reference, value)

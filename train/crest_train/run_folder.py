@@ -1,10 +1,10 @@
-"""The folder of a run: resolved configuration, metrics line by line, and a checkpoint that is replaced as a whole.
+"""The folder of a run: resolved configuration, metrics line by line, and the last checkpoints.
 
 Where a method compares with a frozen reference, the policy as it was when the run began lies there too.
 """
 
 import json
-import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crest_train.config import Config, PolicySection, load_config, to_toml
-from crest_train.model import first_line, read_model, read_pretrained
+from crest_train.checkpoint import Checkpoint, write_checkpoint
+from crest_train.config import Config, PolicySection, to_toml
+from crest_train.model import first_line, read_model
 from crest_train.ranks import from_first, is_first
+from crest_train.whole import damage, made_whole, synced, write_whole
 
-_OPTIMIZER, _VALUE, _STATE = "optimizer.safetensors", "value.safetensors", "trainer.json"
 _CONFIG, _METRICS, _LOCK = "config.toml", "metrics.jsonl", ".lock"
 
 
@@ -43,8 +43,8 @@ def _claimed(config: Config, output: Path | None) -> Iterator["RunFolder"]:
     """The folder of a new run, or of the one to resume, held against every other run until the block ends.
 
     Without `output` a new one: runs/<environment>-<method>-seed<seed>, numbered where that is taken. With it: a folder
-    that is new or empty, holds a run with an equal configuration, or one that came to no checkpoint. Raises ValueError
-    for any other, and while a run is going on there. A new folder without a checkpoint at the end goes again.
+    that is new, empty or holds a run. Raises ValueError for any other, and while a run is going on there. A new folder
+    without a checkpoint at the end goes again.
     """
     try:
         path, made = _make_folder(config, output)
@@ -56,14 +56,9 @@ def _claimed(config: Config, output: Path | None) -> Iterator["RunFolder"]:
         raise ValueError(f"--output: cannot write there ({error})") from error
     folder = RunFolder(path)
     try:
-        if folder.has_checkpoint() and load_config(path / _CONFIG) != config:
-            raise ValueError(
-                f"--output: {path} holds a run with another configuration; name another folder, or resume that run "
-                f"with `{folder.command}`"
-            )
         yield folder
     finally:
-        if made and not folder.has_checkpoint():
+        if made and not folder.steps():
             shutil.rmtree(path, ignore_errors=True)
         lock.release()
 
@@ -91,19 +86,38 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.checkpoint = path / "checkpoint"
+        self.checkpoints = path / "checkpoints"
         self.reference = path / "reference"
 
     @property
     def command(self) -> str:
         """The command that goes on with the run."""
-        return shlex.join(["crest-train", "run", str(self.path / _CONFIG), "--output", str(self.path)])
+        return shlex.join(["crest-train", "run", "--resume", str(self.path)])
 
-    def has_checkpoint(self) -> bool:
-        """Whether a checkpoint is there; a stop between the two renames of `save` left it under its other name."""
-        if not self.checkpoint.exists() and (self.path / "checkpoint.old").exists():
-            (self.path / "checkpoint.old").rename(self.checkpoint)
-        return self.checkpoint.exists()
+    def steps(self) -> list[int]:
+        """The steps after which the checkpoints that are there were written, in order; damaged ones among them."""
+        names = [path.name for path in self.checkpoints.iterdir()] if self.checkpoints.is_dir() else []
+        return sorted(int(found[1]) for found in map(re.compile(r"step-(\d+)").fullmatch, names) if found)
+
+    def last_checkpoint(self, console: Console) -> Checkpoint | None:
+        """The last one that is whole, None without any; what is damaged behind it is named on the console.
+
+        Raises ValueError when all are damaged.
+        """
+        found = []
+        for step in reversed(self.steps()):
+            path = self._of_step(step)
+            wrong = damage(path)
+            if wrong is None:
+                for words in found:
+                    console.print(f"{words}: the one before, of step {step}, is used", style="red", soft_wrap=True)
+                return Checkpoint(path, step)
+            found.append(f"{path} is damaged ({wrong})")
+        if found:
+            raise ValueError(
+                f"{'; '.join(found)}; bring one back from a copy, or delete {self.path} to begin the run again"
+            )
+        return None
 
     def begin(self, config: Config) -> None:
         """Write the resolved configuration; what a run without a checkpoint left there goes."""
@@ -114,9 +128,7 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """Write a text file in one piece."""
-        temporary = self.path / f"{name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.path / name)
+        write_whole(self.path / name, text)
 
     def log(self, event: str, step: int, **values: Any) -> None:
         """Append a line to metrics.jsonl."""
@@ -128,10 +140,16 @@ class RunFolder:
         return [line for line in map(_metrics_line, self._written_lines()) if line]
 
     def forget_after(self, step: int) -> int:
-        """Drop the metrics of steps that the checkpoint does not hold, which are about to be made again.
+        """Drop the metrics of later steps, which are about to be made again, and put damaged checkpoints of them aside.
 
-        Returns how many lines before the last were damaged; these go too.
+        Returns how many lines of metrics before the last were damaged; these go too.
         """
+        for path in self.checkpoints.glob("*.tmp"):
+            shutil.rmtree(path)
+        for later in (self._of_step(found) for found in self.steps() if found > step):
+            aside = later.with_name(f"{later.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            later.rename(aside)
         written = self._written_lines()
         self.write(_METRICS, "".join(json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step))
         return sum(_metrics_line(line) is None for line in written[:-1])
@@ -142,105 +160,51 @@ class RunFolder:
 
     def save(
         self,
+        config: Config,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         optimizer: torch.optim.Optimizer,
         step: int,
-        value: dict[str, torch.Tensor] | None = None,
+        value: dict[str, torch.Tensor] | None,
+        random: dict[str, Any],
     ) -> None:
-        """Replace the checkpoint by the present state: what `save_pretrained` writes, the optimizer, the step.
+        """Write the checkpoint of a step (see `write_checkpoint`) if it is not there; run.checkpoints_kept stay."""
+        if step in self.steps():
+            return
+        if (self.path / _METRICS).exists():
+            synced(self.path / _METRICS)
+        write_checkpoint(self._of_step(step), config, model, tokenizer, optimizer, value, random)
+        for old in self.steps()[: -config.run.checkpoints_kept]:
+            shutil.rmtree(self._of_step(old))
 
-        value: what a value of states has learned (its state_dict), if the run has one.
-        """
-        new, old = self.path / "checkpoint.tmp", self.path / "checkpoint.old"
-        shutil.rmtree(new, ignore_errors=True)
-        model.save_pretrained(new)
-        tokenizer.save_pretrained(new)
-        tensors = {
-            f"{index}.{name}": value.contiguous()
-            for index, values in optimizer.state_dict()["state"].items()
-            for name, value in values.items()
-        }
-        save_file(tensors, new / _OPTIMIZER)
-        if value is not None:
-            save_file({name: tensor.contiguous() for name, tensor in value.items()}, new / _VALUE)
-        (new / _STATE).write_text(json.dumps({"step": step}), encoding="utf-8")
-        shutil.rmtree(old, ignore_errors=True)
-        if self.checkpoint.exists():
-            self.checkpoint.rename(old)
-        new.rename(self.checkpoint)
-        shutil.rmtree(old, ignore_errors=True)
-
-    def saved_step(self) -> int | None:
-        """The number of steps that the checkpoint holds, None without one. Raises ValueError when it is damaged."""
-        if not self.has_checkpoint():
-            return None
-        try:
-            return json.loads((self.checkpoint / _STATE).read_text(encoding="utf-8"))["step"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._damaged(error) from error
-
-    def restore_policy(self, section: PolicySection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The checkpoint's model and tokenizer. Raises ValueError when it is damaged."""
-        try:
-            return read_pretrained(self.checkpoint, section)
-        except Exception as error:  # whatever the libraries raise for a damaged file
-            raise self._damaged(error) from error
-
-    def restore_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer the checkpoint's state. Raises ValueError when it is damaged."""
-        try:
-            tensors = load_file(self.checkpoint / _OPTIMIZER)
-        except (OSError, SafetensorError) as error:
-            raise self._damaged(error) from error
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        for key, value in tensors.items():
-            index, _, name = key.partition(".")
-            state.setdefault(int(index), {})[name] = value.clone()  # out of the mapped file: see read_pretrained
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-
-    def restore_value(self) -> dict[str, torch.Tensor]:
-        """What `save` was given as the value. Raises ValueError when it is damaged."""
-        try:
-            tensors = load_file(self.checkpoint / _VALUE)
-        except (OSError, SafetensorError) as error:
-            raise self._damaged(error) from error
-        return {name: tensor.clone() for name, tensor in tensors.items()}
+    def _of_step(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:05d}"
 
     def save_reference(self, model: PreTrainedModel) -> None:
         """Keep the policy as it is now, whole or not at all."""
-        new = self.path / "reference.tmp"
-        shutil.rmtree(new, ignore_errors=True)
-        model.save_pretrained(new)
-        shutil.rmtree(self.reference, ignore_errors=True)
-        new.rename(self.reference)
+        with made_whole(self.reference) as folder:
+            model.save_pretrained(folder)
 
     def restore_reference(self, section: PolicySection) -> PreTrainedModel:
         """The policy that `save_reference` kept, frozen. Raises ValueError when it is damaged."""
         try:
             model = read_model(self.reference, section)
         except Exception as error:  # whatever the libraries raise for a damaged file
-            raise self._damaged(error, self.reference) from error
+            wrong = damage(self.reference) or first_line(error)
+            raise ValueError(
+                f"{self.reference} is damaged ({wrong}); bring it back from a copy, or delete {self.path} to begin the "
+                "run again"
+            ) from error
         return model.eval().requires_grad_(False)
-
-    def _damaged(self, error: Exception, folder: Path | None = None) -> ValueError:
-        return ValueError(
-            f"{folder or self.checkpoint} is damaged ({first_line(error)}); bring it back from a copy, "
-            f"or delete {'it' if folder is None else self.checkpoint} to begin the run again"
-        )
 
 
 class WatchedFolder(RunFolder):
     """The folder of a run in a process that is not the first: what the run is to write there, this one does not."""
 
-    def has_checkpoint(self) -> bool:
-        """Whether a checkpoint is there."""
-        return self.checkpoint.exists()
-
     def _leave(self, *_: Any, **__: Any) -> None:
         pass
 
-    begin = write = log = forget_after = save = save_reference = _leave
+    last_checkpoint = begin = write = log = forget_after = save = save_reference = _leave
 
 
 def _metrics_line(written: str) -> dict[str, Any] | None:
