@@ -1,0 +1,82 @@
+"""Runs that are killed at any moment and go on are the uninterrupted ones, to the last bit of all that they keep."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from crest_train.config import to_toml
+from crest_train.policy import TinyConfig, TinyForCausalLM
+from crest_train.run_folder import RunFolder
+from toy import WORDS, toy_tokenizer
+from toy_runs import drawn, last_of, toy_config
+
+TESTS = Path(__file__).parent
+MOMENTS = 20
+KINDS = {
+    "llama": {},
+    "reference": {"method": {"name": "trace", "session_reward": "mean"}},
+    "value": {"method": {"name": "factor", "session_reward": "mean", "options": {"warmup": 1}}, "value": {"replay": 2}},
+    "built-in": {"policy": {"model": "tiny"}, "warm_start": {"steps": 8, "rate": 3e-3, "sessions": 8}},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(policy_folder, tmp_path_factory):
+    """The folder of the runs, {kind: names of its killed runs}, and at what they were killed."""
+    folder = tmp_path_factory.mktemp("killed")
+    torch.manual_seed(0)
+    tiny = TinyForCausalLM(TinyConfig(vocab_size=len(WORDS), eos_token_id=WORDS.index(";")))
+    tiny.save_pretrained(folder / "tiny")
+    toy_tokenizer().save_pretrained(folder / "tiny")
+    drawing = random.Random(0)
+    parts = [(place + drawing.random()) / MOMENTS for place in range(MOMENTS)]
+    scenarios = []
+    for number, (kind, changes) in enumerate(KINDS.items()):
+        model = folder / "tiny" if kind == "built-in" else policy_folder
+        common = {
+            "rollout": {"sessions": 2, "group_size": 3, "max_action_tokens": 3},
+            "training": {"steps": 3, "rate": 1e-3, "rows_per_micro_batch": 4},
+            "evaluation": {"sessions": 4, "every": 2},
+            "run": {"seed": 1, "threads": 1, "checkpoint_every": 2},
+        }
+        config = toy_config(policy_folder, **common | changes | {"policy": {"model": str(model)}})
+        path = folder / f"{kind}.toml"
+        path.write_text(to_toml(config))
+        scenarios.append({"config": str(path), "parts": parts[number :: len(KINDS)]})
+    done = subprocess.run(
+        [sys.executable, TESTS / "killed.py", folder],
+        input=json.dumps(scenarios),
+        capture_output=True,
+        text=True,
+        cwd=TESTS,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, {kind: len(scenarios[number]["parts"]) for number, kind in enumerate(KINDS)}, json.loads(done.stdout)
+
+
+def kept(folder):
+    """Everything that the last checkpoint holds, as the hashes of its files."""
+    return json.loads((last_of(folder) / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_runs_go_on_bit_for_bit(runs, kind):
+    folder, numbers, _ = runs
+    home = folder / str([*KINDS].index(kind))
+    whole = RunFolder(home / "whole")
+    assert sum(line.get("trained_rows", 0) > 0 for line in whole.metrics()) >= 2
+    assert numbers[kind] == MOMENTS // len(KINDS)
+    for place in range(numbers[kind]):
+        run = RunFolder(home / str(place))
+        assert drawn(run) == drawn(whole)
+        assert kept(run) == kept(whole)
+
+
+def test_the_moments_are_all_over_the_run(runs):
+    stages = runs[2]
+    assert len(stages) == MOMENTS and {"rollout", "update", "write_checkpoint", "evaluate"} <= set(stages), stages
