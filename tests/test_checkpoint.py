@@ -4,11 +4,20 @@ import shutil
 
 import pytest
 import torch
+from crest_train import loop
 from crest_train.checkpoint import Checkpoint
 from crest_train.run_folder import RunFolder
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from toy_runs import harm, last_of, quiet_train, toy_config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_curves():
+    """They take longer than so short a run, and nothing goes on from them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "draw_curves", lambda lines, path: None)
+        yield
 
 
 @pytest.fixture(scope="module")

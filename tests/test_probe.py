@@ -148,7 +148,7 @@ def test_shuffled_teacher_loses_the_direction_that_the_teacher_knew():
 
 def recorded(run_folder, output):
     (batch, group), *_ = read_rollouts(output / "rollouts.jsonl", len(WORDS))
-    model, _ = run_folder.restore_policy(toy_config(run_folder.path).policy)
+    model, _ = run_folder.last_checkpoint(Console(quiet=True)).restore_policy(toy_config(run_folder.path).policy)
     return model.eval(), batch, spans_of(batch, group), toy_config(run_folder.path)
 
 
