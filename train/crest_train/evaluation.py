@@ -243,11 +243,10 @@ def _policy(
     """Name, step (None: not of a run), model and tokenizer."""
     if not (Path(policy) / "config.toml").is_file():
         return policy, None, first_policy(config.policy, console)
-    folder = RunFolder(Path(policy))
-    step = folder.saved_step()
-    if step is None:
+    saved = RunFolder(Path(policy)).last_checkpoint(console)
+    if saved is None:
         raise ValueError(f"POLICY: the run in {policy} has no checkpoint yet")
-    return policy, step, folder.restore_policy(config.policy)
+    return policy, saved.step, saved.restore_policy(config.policy)
 
 
 def _folder(policy: str, config: Config) -> Path:
