@@ -5,14 +5,13 @@ import json
 
 import pytest
 from crest_train import evaluation
-from crest_train.cli import main
 from crest_train.environments import FIRST_HELD_OUT_SEED
 from crest_train.environments.bfcl_data import CATEGORIES
 from crest_train.evaluation import Sample, evaluate_policy, evaluation_config, held_out, read_samples
 from crest_train.evaluation_report import differences, estimates, measures
 from rich.console import Console
 from test_cli import complaint, crest_train
-from toy import Toy
+from toy import Toy, toy_model, toy_tokenizer
 from toy_runs import quiet_train, save_policy, toy_config
 
 
@@ -101,9 +100,9 @@ def test_another_evaluation_in_the_folder_is_refused_with_the_difference(config,
     evaluate(config, tmp_path / "eval")
     with pytest.raises(ValueError, match="holds another evaluation: samples is 2 there, 3 here"):
         evaluate(config, tmp_path / "eval", samples=3)
-    other = save_policy(tmp_path / "other")
-    (tmp_path / "other" / "tokenizer_config.json").exists()
-    changed = config.model_copy(update={"policy": config.policy.model_copy(update={"model": str(other)})})
+    toy_model(seed=1).save_pretrained(policy_folder := tmp_path / "other")
+    toy_tokenizer().save_pretrained(policy_folder)
+    changed = config.model_copy(update={"policy": config.policy.model_copy(update={"model": str(policy_folder)})})
     with pytest.raises(ValueError, match="holds another evaluation: policy is"):
         evaluate(changed, tmp_path / "eval")
     (tmp_path / "something").mkdir()
@@ -166,7 +165,7 @@ def test_mistakes_are_told_before_any_work(policy, monkeypatch, capsys, tmp_path
     assert "unknown environment 'deks'" in complaint(monkeypatch, capsys, "eval", "desk", "--env", "deks")
     assert "is no model folder" in complaint(monkeypatch, capsys, "eval", tmp_path)
     assert "holds no evaluation" in complaint(monkeypatch, capsys, "eval", "--compare", tmp_path, tmp_path)
-    assert not list(tmp_path.iterdir()) and main
+    assert not list(tmp_path.iterdir())
 
 
 def sample(session, number, rewards, category=None, num_turns=2):

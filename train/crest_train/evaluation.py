@@ -36,8 +36,8 @@ HELD_OUT = {"bfcl": {"split": "eval"}}
 """Options with which an environment plays what is held out, where the seeds alone do not say so."""
 ACTION_TOKENS = 128
 """Longest action of a model that comes without a configuration, in environments other than the desk."""
-_TRAINING = {"sessions", "group_size"}
-"""Keys of [rollout] that say nothing of how one session is sampled."""
+_TRAINING = {"sessions", "group_size", "temperature", "server", "correction"}
+"""Keys of [rollout] that say nothing of how a held-out session is sampled."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def settings_of(config: Config, sessions: int, samples: int) -> dict[str, Any]:
         "samples": samples,
         "temperature": config.evaluation.temperature,
         "seed": config.run.seed,
-        "rollout": config.rollout.model_dump(mode="json", exclude=_TRAINING | {"temperature"}),
+        "rollout": config.rollout.model_dump(mode="json", exclude=_TRAINING),
     }
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from crest_train.evaluation import Sample
 
 AVERAGE = "average"
+FEW = 20
+"""Below so many sessions the table says that its intervals are too narrow, by the factor sqrt((n - 1) / n) and more."""
 _ALIKE = (
     "-: all sessions alike, of which resampling makes no interval; a rate of 0 or 1 in n sessions leaves 3 / n open "
     "(95 %, one-sided)"
@@ -174,6 +176,8 @@ def report(samples: list["Sample"], settings: dict[str, Any], folder: Path, cons
     ]
     if any(estimate.low == estimate.high for estimate in found):
         notes.append(_ALIKE)
+    if min(estimate.sessions for estimate in found) < FEW:
+        notes.append(f"intervals from fewer than {FEW} sessions are too narrow")
     if cut := sum(sample.cut for sample in samples):
         notes.append(f"{cut} of {len(samples)} plays reached the model's context, and failed there")
     with io.StringIO() as written:
@@ -193,7 +197,7 @@ def report_differences(found: list[Difference], names: tuple[str, str], output: 
         table.add_column(column, justify="left" if column in ("%", "") else "right")
     for row in found:
         counted = (str(row.wins), str(row.losses), f"{row.p:.3f}")
-        values = (f"{100 * row.a:.1f}", f"{100 * row.b:.1f}", _cell(row, sign="+"))
+        values = (f"{100 * row.a:.1f}", f"{100 * row.b:.1f}", _cell(row, sign="+", to=" to "))
         table.add_row(
             row.category.replace("_", " "), row.measure.replace("_", " "), str(row.sessions), *values, *counted
         )
@@ -219,6 +223,6 @@ def write_csv(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
         RunFolder(folder).write(name, written.getvalue())
 
 
-def _cell(row: Estimate, sign: str = "") -> str:
-    interval = "-" if row.low == row.high else f"{100 * row.low:{sign}.1f} to {100 * row.high:{sign}.1f}"
+def _cell(row: Estimate, sign: str = "", to: str = "-") -> str:
+    interval = "-" if row.low == row.high else f"{100 * row.low:{sign}.1f}{to}{100 * row.high:{sign}.1f}"
     return f"{100 * row.value:{sign}.1f}\n{interval}"
