@@ -78,13 +78,24 @@ class MethodSection(Section):
 
 
 class RolloutSection(Section):
-    """sessions: groups per step; group_size: rollouts of each; rows: sessions played in one lockstep at most."""
+    """sessions: groups per step; group_size: rollouts of each; rows: sessions played at a time at most.
+
+    engine: "transformers" (the model itself), "vllm" (in process) or "vllm_server" (running at the address `server`).
+    top_p, top_k, min_p: cut the distribution behind the temperature (1, 0, 0: they do not). correction: largest
+    importance weight where tokens were drawn from another distribution than the policy's (see correction.py).
+    """
 
     sessions: int = Field(8, ge=1)
     group_size: int = Field(8, ge=1)
     rows: int = Field(128, ge=1)
     temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
     max_action_tokens: int = Field(8, ge=1)
+    engine: Literal["transformers", "vllm", "vllm_server"] = "transformers"
+    server: str = Field("http://127.0.0.1:8000", pattern=r"^https?://\S+$")
+    correction: float = Field(2.0, ge=1)
 
 
 class TeacherSection(Section):

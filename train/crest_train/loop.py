@@ -9,9 +9,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crest_train.chat import Chat, make_chat
 from crest_train.config import Config, PolicySection, to_toml
+from crest_train.correction import corrected, rescore
 from crest_train.credit import assign_credit, make_method, needs_of, session_reward, spans_of
 from crest_train.display import progress
 from crest_train.draws import generator_of, random_states, restore_random, seed_random, session_seeds
+from crest_train.engines import make_engine
+from crest_train.engines.protocol import Engine
 from crest_train.environments import make_environment
 from crest_train.evaluate import evaluate, sampling_of
 from crest_train.fetch import path_of
@@ -114,8 +117,10 @@ def run(config: Config, folder: RunFolder, console: Console, leave: Leaving) -> 
     with first_ahead():
         reference = folder.restore_reference(config.policy) if "gold_logp" in asked else None
     scorers = Scorers(model, chat, reference, value)
+    engine = make_engine(config.rollout, model)
+    engine.push(model)
     restore_random(random)
-    evaluate_where_due(folder, log, model, chat, config, done, console)
+    evaluate_where_due(folder, log, model, chat, config, done, console, engine)
 
     total, cuts_told = config.training.steps, False
     with progress(console, "step", total, done) as show, leave.keeping(keep):
@@ -130,6 +135,7 @@ def run(config: Config, folder: RunFolder, console: Console, leave: Leaving) -> 
                 seeds,
                 generator=generator_of(config, step, "rollout", model.device),
                 sampling=sampling_of(config, gold=reads_gold(config)),
+                engine=engine,
             )
             if batch.cut_sessions and not cuts_told:
                 cuts_told = True
@@ -140,12 +146,15 @@ def run(config: Config, folder: RunFolder, console: Console, leave: Leaving) -> 
 
             # Signals: what the method asks for in this step, from rules, the self-teacher and other scorers.
             began = time.perf_counter()
+            if not engine.exact:
+                rescore(model, batch, config)
             spans = spans_of(batch, group)
             signals = gather(needs_of(config.method, step), batch, group, spans, config, scorers)
             scored = time.perf_counter()
 
             # Credit, and the teacher's distributions where it distils them.
             credit = from_first(assign_credit(spans, signals, config.method, step))
+            credit, mismatch = corrected(credit, batch, config.rollout.correction)
             assigned = time.perf_counter()
             teacher = teacher_of(credit, batch, group, config, scorers)
 
@@ -169,6 +178,7 @@ def run(config: Config, folder: RunFolder, console: Console, leave: Leaving) -> 
                 reward = session_reward(batch, config.method.session_reward)
                 metrics |= outcome_metrics(batch, reward, config.rollout.group_size)
                 metrics |= credit_metrics(credit, spans) | teacher_metrics(credit, signals) | learned
+                metrics |= mismatch
                 metrics |= {
                     "learning_rate": config.training.rate,
                     "rollout_seconds": batch.seconds,
@@ -184,7 +194,8 @@ def run(config: Config, folder: RunFolder, console: Console, leave: Leaving) -> 
                     page = trajectories_page(title, batch, credit, tokenizer, config.run.sessions_shown)
                     folder.write("trajectories.html", page)
                     keep()
-            evaluate_where_due(folder, log, model, chat, config, step, console)
+            engine.push(model)
+            evaluate_where_due(folder, log, model, chat, config, step, console, engine)
     log.close()
     if is_first():
         finish(folder, config, console)
@@ -207,7 +218,14 @@ def due(step: int, every: int) -> bool:
 
 
 def evaluate_where_due(
-    folder: RunFolder, log: Log, model: PreTrainedModel, chat: Chat, config: Config, step: int, console: Console
+    folder: RunFolder,
+    log: Log,
+    model: PreTrainedModel,
+    chat: Chat,
+    config: Config,
+    step: int,
+    console: Console,
+    engine: Engine,
 ) -> None:
     """Evaluate, log it and say it: at the first step, the last and those between that are due, each of them once."""
     if not (step in (0, config.training.steps) or due(step, config.evaluation.every)):
@@ -215,7 +233,7 @@ def evaluate_where_due(
     if from_first(any(line["event"] == "evaluation" and line["step"] == step for line in folder.metrics())):
         return
     random = random_states()
-    found = evaluate(model, chat, config)
+    found = evaluate(model, chat, config, engine)
     restore_random(random)  # what is trained does not depend on when is evaluated
     log("evaluation", step, **found, peak_memory_mib=peak_memory_mib())
     words = "turn {turn_success:.3f}  session {session_success:.3f}".format(**found)

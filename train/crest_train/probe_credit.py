@@ -13,6 +13,7 @@ from crest_train.config import Config
 from crest_train.model import hidden_states, shared_prompt
 from crest_train.probe_statistics import gradient_sizes
 from crest_train.projection import count_sketch
+from crest_train.ranks import share, total
 from crest_train.sessions import Rollout
 
 CONTROLS = ("shuffled", "noise", "reduction")
@@ -66,10 +67,13 @@ def controlled(signals: Signals, spans: Spans, control: str | None, generator: t
 def token_statistics(
     model: PreTrainedModel, batch: Rollout, config: Config
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-prob, entropy and sum of squared probabilities [B,T] of the policy at the tokens that it wrote; else 0."""
+    """Log-prob, entropy and sum of squared probabilities [B,T] of the policy at the tokens that it wrote; else 0.
+
+    Several processes make them together.
+    """
     head, size = resolve_head(model), config.training.rows_per_micro_batch
     found = [torch.zeros_like(batch.old_logp) for _ in range(3)]
-    for prompt, members in batch.by_prompt(batch.policy.any(1).nonzero().flatten().tolist()):
+    for prompt, members in batch.by_prompt(share(batch.policy.any(1).nonzero().flatten().tolist())):
         with shared_prompt(model, prompt) as cache:
             for start in range(0, len(members), size):
                 part = torch.tensor(members[start : start + size])
@@ -87,7 +91,7 @@ def token_statistics(
                 )
                 for tensor, values in zip(found, (stats.logp, stats.entropy, stats.sum_sq_probs), strict=True):
                     tensor[part[row_R], column_R] = values.cpu()
-    return tuple(found)
+    return tuple(map(total, found))
 
 
 def complete(batch: Rollout, logp_BT: torch.Tensor, entropy_BT: torch.Tensor) -> float:
