@@ -2,26 +2,27 @@
 
 A process of its own: one that has trained cannot fork any more (autograd has threads then), and this one never does.
 
-    python killed.py FOLDER < scenarios.json
+    python killed.py FOLDER SEED TIMES < TOML files, a line each
 
-Scenarios: {"config": TOML file, "parts": [where to be killed, as parts of the uninterrupted run's calls]}. It leaves
-FOLDER/<number>/whole and FOLDER/<number>/<place of the part>, and prints what each killed run was at.
+For each file it leaves FOLDER/<number>/whole and FOLDER/<number>/<0 .. TIMES-1>, and it prints at what each of these
+was killed. The moments are drawn: a stage in turn, then any of its calls.
 """
 
 import json
 import os
+import random
 import signal
 import sys
 import traceback
+from itertools import cycle
 from pathlib import Path
 
 import torch
-import transformers  # noqa: F401 - once, here
 from crest_train import loop
 from crest_train.config import load_config
 from toy_runs import quiet_train
 
-STAGES = ["write_checkpoint", "evaluate", "imitate", "rollout", "gather", "assign_credit", "update"]
+STAGES = ["read_pretrained", "imitate", "evaluate", "rollout", "gather", "update", "write_checkpoint", "write_whole"]
 
 
 def forked(work, *arguments) -> int:
@@ -39,42 +40,48 @@ def forked(work, *arguments) -> int:
 
 
 class Fuse:
-    """Counts the calls of a run, and kills the process at one of them."""
+    """Counts the calls of a run, stage by stage, and kills the process at one of them."""
 
     def __init__(self, at: int, note: Path):
         self.at, self.note, self.calls = at, note, 0
+        self.inside, self.found = [], {stage: [] for stage in [*STAGES, "between"]}
 
     def __call__(self, frame, event, argument):
         self.calls += 1
+        if frame.f_code.co_name in STAGES:
+            if event == "call":
+                self.inside.append(frame.f_code.co_name)
+            elif event == "return":
+                self.inside.pop()
+        stage = self.inside[0] if self.inside else "between"
         if self.calls == self.at:
-            names = set()
-            while frame:
-                names.add(frame.f_code.co_name)
-                frame = frame.f_back
-            self.note.write_text(next((stage for stage in STAGES if stage in names), "other"))
+            self.note.write_text(stage)
             os.kill(os.getpid(), signal.SIGKILL)
+        self.found[stage].append(self.calls)
 
 
 def counted(config, output: Path, note: Path, at: int = 0) -> None:
-    """A run under a fuse; the number of its calls, or where it ended, goes into the note."""
+    """A run under a fuse; what it found, or where it ended, goes into the note."""
     fuse = Fuse(at, note)
     sys.setprofile(fuse)
     quiet_train(config, output)
     sys.setprofile(None)
-    note.write_text(str(fuse.calls))
+    note.write_text(json.dumps(fuse.found))
 
 
 def main() -> None:
-    folder, stages = Path(sys.argv[1]), []
-    for number, scenario in enumerate(json.load(sys.stdin)):
-        config, home = load_config(Path(scenario["config"])), folder / str(number)
+    folder, drawing, times, stages = Path(sys.argv[1]), random.Random(int(sys.argv[2])), int(sys.argv[3]), []
+    turns = cycle([*STAGES, "between"])
+    for number, path in enumerate(sys.stdin.read().splitlines()):
+        config, home = load_config(Path(path)), folder / str(number)
         home.mkdir()
         note = home / "note"
         assert forked(counted, config, home / "whole", note) == 0
-        calls = int(note.read_text())
-        for place, part in enumerate(scenario["parts"]):
+        found = json.loads(note.read_text())
+        for place in range(times):
             output = home / str(place)
-            assert forked(counted, config, output, note, 1 + int(part * calls)) == signal.SIGKILL
+            at = drawing.choice(next(found[stage] for stage in turns if found[stage]))
+            assert forked(counted, config, output, note, at) == signal.SIGKILL
             stages.append(note.read_text())
             assert forked(quiet_train, config, output) == 0
     print(json.dumps(stages))

@@ -49,6 +49,22 @@ def test_run_prints_progress_and_the_closing_table(monkeypatch, capsys, recipe, 
     assert 'name = "turn_grpo"' in written and "steps = 2" in written and "seed = 3" in written
 
 
+def test_resume_goes_on_with_the_folders_own_configuration(monkeypatch, capsys, recipe, tmp_path):
+    output = tmp_path / "out"
+    assert crest_train(monkeypatch, "run", recipe, "--method", "turn_grpo", "--steps", 1, "--output", output) == 0
+    recipe.unlink()
+    capsys.readouterr()
+    assert crest_train(monkeypatch, "run", "--resume", output, "--steps", 2) == 0
+    said = capsys.readouterr().out
+    assert "changed since then: training.steps 1 -> 2" in said and "step 2/2" in said and "step 1/" not in said
+    words = complaint(monkeypatch, capsys, "run", "--resume", output, "--output", output)
+    assert "--resume and --output: found both, wanted one" in words
+    words = complaint(monkeypatch, capsys, "run", "--resume", tmp_path)
+    assert f"--resume: {tmp_path} holds no run (found no config.toml in it)" in words
+    words = complaint(monkeypatch, capsys, "run", "--resume", output, "--seed", 9)
+    assert "run.seed 0 -> 9" in words
+
+
 def test_mistakes_are_one_line_with_exit_code_2(monkeypatch, capsys, recipe, tmp_path):
     bad = tmp_path / "bad.toml"
     bad.write_text("[training]\nstep = 1\n")

@@ -13,6 +13,7 @@ import torch
 from crest_train import loop
 from crest_train.config import load_config
 from crest_train.loop import train
+from crest_train.resuming import MAY_CHANGE
 from crest_train.run_folder import RunFolder, claim_run
 from rich.console import Console
 from toy import Toy, toy_model, toy_tokenizer
@@ -244,6 +245,33 @@ def test_finished_run_is_extended(policy_folder, tmp_path, finished):
     folder = quiet_train(longer, tmp_path / "run")
     assert_same_run(folder, whole)
     assert load_config(folder.path / "config.toml") == longer
+
+
+def test_safe_keys_may_change_and_others_are_refused_by_name(policy_folder, tmp_path, finished, capsys):
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(finished.path, folder.path)
+    run = {"seed": 1, "threads": 1, "checkpoint_every": 2}
+    refused = toy_config(policy_folder, method={"name": "trace"}, run=run | {"seed": 2, "sessions_shown": 1})
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError) as stop:
+        quiet_train(refused, folder.path)
+    last = folder.checkpoints / "step-00004"
+    assert str(stop.value).startswith(
+        f"{last} is of a run with another configuration: method.name 'crest' -> 'trace', run.seed 1 -> 2; put these"
+    )
+    with pytest.raises(ValueError, match="training.steps: found 3, but the run has 4 behind it"):
+        quiet_train(toy_config(policy_folder, training={"steps": 3, "rate": 1e-3}), folder.path)
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+    safe = toy_config(policy_folder, run=run | {"sessions_shown": 1}, evaluation={"sessions": 4, "every": 1})
+    train(safe, folder.path, Console(width=40))
+    said = capsys.readouterr().out
+    assert "changed since then: evaluation.sessions 20 -> 4, evaluation.every 2 -> 1, run.sessions_shown 6 -> 1" in said
+    assert load_config(folder.path / "config.toml") == safe
+
+
+def test_keys_that_may_change_are_keys():
+    tables = load_config().model_dump()
+    assert all(key.partition(".")[2] in tables[key.partition(".")[0]] for key in MAY_CHANGE)
 
 
 def test_bad_input_leaves_no_folder(policy_folder, tmp_path):

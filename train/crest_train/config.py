@@ -134,6 +134,7 @@ class TrainingSection(Section):
     """steps: rollout-and-update rounds; minibatches and epochs: optimizer steps per round (minibatches x epochs).
 
     rate, betas: of Adam; clip: largest gradient norm; rows_per_micro_batch: rows in one forward and backward pass.
+    bad_steps: the run stops after so many steps in a row whose loss or gradient was not finite.
     """
 
     steps: int = Field(20, ge=0)
@@ -142,6 +143,7 @@ class TrainingSection(Section):
     rate: float = Field(6e-4, gt=0)
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)  # a list in the file
     clip: float = Field(1.0, gt=0)
+    bad_steps: int = Field(5, ge=1)
     rows_per_micro_batch: int = Field(8, ge=1)
 
 

@@ -17,6 +17,7 @@ from crest_train.engines import make_engine
 from crest_train.engines.protocol import Engine
 from crest_train.environments import make_environment
 from crest_train.evaluate import evaluate, sampling_of
+from crest_train.failures import explained, refuse_bad_steps
 from crest_train.fetch import path_of
 from crest_train.imitation import imitate
 from crest_train.leaving import Leaving, leaving
@@ -33,7 +34,6 @@ from crest_train.trajectories import trajectories_page
 from crest_train.update import update
 from crest_train.value import StateValue
 from crest_train.warm_start import built_in_policy
-from crest_train.whole import full_disk_told
 
 
 def train(config: Config, output: Path | None = None, console: Console | None = None) -> RunFolder:
@@ -56,15 +56,11 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
         torch.set_num_threads(config.run.threads)
     with joined(config.policy.device), claim_run(config, output) as folder, leaving() as leave:
         console = console if is_first() else Console(quiet=True)
-
-        def way_on() -> str:
-            return f"go on with: {folder.command}" if folder.steps() else "there was no checkpoint yet, nothing is kept"
-
         try:
-            with full_disk_told(folder.path, way_on):
+            with explained(folder):
                 run(config, folder, console, leave)
         except KeyboardInterrupt:
-            console.print(f"stopped; {way_on()}", soft_wrap=True, highlight=False, markup=False)
+            console.print(f"stopped; {folder.way_on}", soft_wrap=True, highlight=False, markup=False)
             raise SystemExit(leave.exit_code) from None
     return folder
 
@@ -189,6 +185,8 @@ def run(config: Config, folder: RunFolder, console: Console, leave: Leaving) -> 
                 done, random = step, random_states()
                 log("step", step, **metrics, peak_memory_mib=peak_memory_mib())
                 show(step, "turn {turn_success:.3f}  session {session_success:.3f}  loss {loss:+.4f}".format(**metrics))
+                if is_first() and metrics.get("skipped_steps"):
+                    refuse_bad_steps(folder.metrics(), config.training.bad_steps)
                 if step == total or due(step, config.run.checkpoint_every):
                     title = f"{config.method.name} on {config.environment.name}, step {step}"
                     page = trajectories_page(title, batch, credit, tokenizer, config.run.sessions_shown)

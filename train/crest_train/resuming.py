@@ -6,9 +6,10 @@ from crest_train.config import Config, differences
 MAY_CHANGE = {
     "training.steps",
     "training.rows_per_micro_batch",
+    "training.bad_steps",
     "policy.device",
     "rollout.rows",
-    *(f"run.{key}" for key in ("threads", "checkpoint_every", "checkpoints_kept", "sessions_shown")),
+    *(f"run.{key}" for key in ("threads", "checkpoint_every", "checkpoints_kept", "sessions_shown", "trackers")),
 }
 """Keys, beside all of [evaluation], that change neither what is learned nor from what, but how long, how far and where:
 a run goes on with other values of these, bit for bit the same only as far as they leave the arithmetic alone."""

@@ -94,6 +94,11 @@ class RunFolder:
         """The command that goes on with the run."""
         return shlex.join(["crest-train", "run", "--resume", str(self.path)])
 
+    @property
+    def way_on(self) -> str:
+        """How a run that was stopped goes on, in words."""
+        return f"go on with: {self.command}" if self.steps() else "there was no checkpoint yet, nothing is kept"
+
     def steps(self) -> list[int]:
         """The steps after which the checkpoints that are there were written, in order; damaged ones among them."""
         names = [path.name for path in self.checkpoints.iterdir()] if self.checkpoints.is_dir() else []

@@ -1,19 +1,14 @@
 """Folders and files that are on the disk whole or not at all, and folders whose manifest tells damage."""
 
-import errno
 import hashlib
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 _MANIFEST = "manifest.json"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -78,26 +73,6 @@ def synced(path: Path) -> None:
         os.fsync(place)
     finally:
         os.close(place)
-
-
-@contextmanager
-def full_disk_told(path: Path, hint: Callable[[], str]) -> Iterator[None]:
-    """An error in the block that comes of a full disk is raised as OSError with the path, the space left and a hint."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        number = error.errno if isinstance(error, OSError) else _number(str(error))
-        if number not in _FULL:
-            raise
-        place = Path(getattr(error, "filename2", None) or getattr(error, "filename", None) or path)
-        free = shutil.disk_usage(path).free / 2**20
-        raise OSError(number, f"{os.strerror(number)}: {free:.1f} MiB are free; {hint()}", str(place)) from error
-
-
-def _number(words: str) -> int | None:
-    # safetensors tells an error of the operating system in words alone
-    found = re.search(r"os error (\d+)", words)
-    return int(found[1]) if found else None
 
 
 def _sha256(path: Path) -> str:
