@@ -117,7 +117,7 @@ def test_installed_command_finds_a_module_in_the_current_folder(recipe, tmp_path
     command = Path(sys.executable).with_name("crest-train")
     done = subprocess.run([command, "run", recipe], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "found" in done.stdout
-    assert "my_environment:Mine makes a Mine, which has no reset, step, gold" in done.stderr
+    assert "my_environment:Mine makes a Mine, which has no reset, step" in done.stderr
 
 
 def test_mistakes_that_were_tracebacks(monkeypatch, capsys, tmp_path):

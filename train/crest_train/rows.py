@@ -64,7 +64,7 @@ class Row:
 
     def gold(self) -> str:
         """The ground truth of the turn under way."""
-        return checked_gold(self.environment, len(self.session.turn_reward))
+        return checked_gold(self.environment, self.session.seed, len(self.session.turn_reward))
 
     def _begin_action(self) -> None:
         session = self.session
@@ -80,7 +80,7 @@ class Row:
         session, end = self.session, self.chat.end_token
         action.text = self.chat.decode(action.tokens[:-1] if ended else action.tokens)
         action.cut = not ended
-        step = checked_step(self.environment, action.text, action.turn, session.num_turns)
+        step = checked_step(self.environment, session.seed, action.text, action.turn, session.num_turns)
         action.observation, action.info = step.observation, step.info
         action.state_key = step.info.get("state_key", action.state_key)
         session.ids += action.tokens

@@ -82,8 +82,8 @@ def check_environment(config: Config) -> None:
     environment = make_environment(config.environment.name, config.environment.options)
     checked_opening(environment, 0)
     if gold:
-        checked_gold(environment, 0)
-    info = checked_step(environment, "", 0, environment.num_turns).info
+        checked_gold(environment, 0, 0)
+    info = checked_step(environment, 0, "", 0, environment.num_turns).info
     for signal, fact in facts:
         _check(info, signal, fact, config, "in the first turn of session 0")
 

@@ -46,7 +46,7 @@ def make_environment(name: str, options: dict[str, Any]) -> Environment:
         environment = factory(**given)
     except Exception as error:  # of a class that is not the trainer's
         raise ValueError(f"environment: {name} could not be made with options {given}: {_told(error)}") from error
-    missing = [method for method in ("reset", "step", "gold") if not callable(getattr(environment, method, None))]
+    missing = [method for method in ("reset", "step") if not callable(getattr(environment, method, None))]
     if missing:
         raise ValueError(
             f"environment.name: {name} makes a {type(environment).__name__}, which has no {', '.join(missing)}; "

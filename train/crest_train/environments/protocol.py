@@ -60,10 +60,13 @@ class Environment(Protocol):
         """Play one action of the policy, given as its text without the end-of-action token."""
 
     def gold(self) -> str:
-        """The ground-truth actions of the turn now being played, as the policy would have to write them."""
+        """The ground-truth actions of the turn now being played, as the policy would have to write them.
+
+        May be missing where there is none: what reads it (a warm start, some methods and teachers) is then refused.
+        """
 
     def save(self) -> Any:
-        """The exact state of the session, independent of later steps."""
+        """The exact state of the session, independent of later steps; may be missing, as the trainer replays."""
 
     def restore(self, state: Any) -> None:
         """Continue from a state that `save` gave."""

@@ -1,9 +1,11 @@
 """Asks an environment and holds its answer against the protocol: a session's opening, a step, the ground truth.
 
-All raise ValueError that names the class, the turn, the field, what was found and what was wanted.
+All raise ValueError that names the class, the turn, the field, what was found and what was wanted. Whatever a method of
+the environment raises becomes one too, which names the class, the method, the session's seed and the line in question.
 """
 
 import reprlib
+import traceback
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -12,7 +14,7 @@ from crest_train.environments.protocol import Environment, Step
 
 def checked_opening(environment: Environment, seed: int) -> str:
     """The first request of a session; system and num_turns, which are valid from then on, are looked at too."""
-    request = environment.reset(seed)
+    request = _asked(environment, seed, "reset", seed)
     if not isinstance(request, str):
         _refuse(environment, "reset() gave", request, "the first request, a text")
     system, num_turns = getattr(environment, "system", None), getattr(environment, "num_turns", None)
@@ -23,9 +25,9 @@ def checked_opening(environment: Environment, seed: int) -> str:
     return request
 
 
-def checked_step(environment: Environment, action: str, turn: int, num_turns: int) -> Step:
-    """What is answered to an action in a turn (counted from 0) of a session of num_turns."""
-    step = environment.step(action)
+def checked_step(environment: Environment, seed: int, action: str, turn: int, num_turns: int) -> Step:
+    """What is answered to an action in a turn (counted from 0) of session `seed`, which has num_turns."""
+    step = _asked(environment, seed, "step", action)
     if not isinstance(step, Step):
         _refuse(environment, f"step() gave in turn {turn}", step, "a crest_train.environments.protocol.Step")
     observation, reward, request = step.observation, step.turn_reward, step.request
@@ -47,12 +49,28 @@ def checked_step(environment: Environment, action: str, turn: int, num_turns: in
     return step
 
 
-def checked_gold(environment: Environment, turn: int) -> str:
-    """The ground truth of a turn."""
-    gold = environment.gold()
+def checked_gold(environment: Environment, seed: int, turn: int) -> str:
+    """The ground truth of a turn of session `seed`."""
+    if not callable(getattr(environment, "gold", None)):
+        raise ValueError(
+            f"environment {type(environment).__name__}: has no gold(), which this method, teacher or warm start reads; "
+            "wanted one, or a method and a teacher.context without ground truth"
+        )
+    gold = _asked(environment, seed, "gold")
     if not isinstance(gold, str):
         _refuse(environment, f"gold() gave in turn {turn}", gold, "a text")
     return gold
+
+
+def _asked(environment: Environment, seed: int, method: str, *given: Any) -> Any:
+    try:
+        return getattr(environment, method)(*given)
+    except Exception as error:  # of a class that need not be the trainer's
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"environment {type(environment).__name__}: {method}() of session {seed} raised "
+            f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+        ) from error
 
 
 def _refuse(environment: Environment, what: str, found: Any, wanted: str) -> NoReturn:
