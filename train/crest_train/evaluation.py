@@ -22,6 +22,7 @@ from crest_train.chat import Chat, make_chat
 from crest_train.config import Config, EnvironmentSection, load_config
 from crest_train.display import progress
 from crest_train.draws import generator_of
+from crest_train.engines import make_engine
 from crest_train.environments import FIRST_HELD_OUT_SEED, make_environment
 from crest_train.evaluate import held_out_sampling
 from crest_train.evaluation_report import report
@@ -205,6 +206,10 @@ def play(
     parts = [group[at : at + per_lockstep] for group in alike.values() for at in range(0, len(group), per_lockstep)]
     missing = [part for part in parts if not all((seed, i) in kept for seed, _, _ in part for i in range(samples))]
     done = len(chosen) - sum(map(len, missing))
+    if not missing:
+        return
+    engine = make_engine(config.rollout, model)
+    engine.push(model)
     with progress(console, "session", len(chosen), done) as show:
         for part in missing:
             rows = [(seed, category, i) for seed, _, category in part for i in range(samples)]
@@ -215,6 +220,7 @@ def play(
                 [seed for seed, _, _ in rows],
                 generator=generator_of(config, part[0][0], "evaluation", model.device),
                 sampling=held_out_sampling(config),
+                engine=engine,
             )
             found = [_sample(*pair) for pair in zip(rows, batch.sessions, strict=True)]
             with open(folder / SESSIONS, "a", encoding="utf-8") as file:
