@@ -145,7 +145,7 @@ def test_missing_file(tmp_path):
 def test_environments_by_name_and_by_import():
     assert {"alfworld", "bfcl", "desk"} <= set(ENVIRONMENTS)
     assert isinstance(make_environment("toy:Toy", {"turns": 2}), Toy)
-    with pytest.raises(ValueError, match="unknown environment 'dsk'; known: bfcl, desk"):
+    with pytest.raises(ValueError, match="unknown environment 'dsk'; known: alfworld, bfcl, desk"):
         make_environment("dsk", {})
     with pytest.raises(ValueError, match="desk has no option 'turns'; known: num_turns, coupled"):
         make_environment("desk", {"turns": 2})
