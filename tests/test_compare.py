@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -262,3 +263,17 @@ def test_the_recipe_is_a_configuration():
     config = load_config(Path(__file__).parents[1] / "train" / "recipes" / "compare_desk.toml")
     assert config.method.session_reward == "mean" and config.training.steps == 20 and config.run.threads == 1
     assert config.rollout == load_config().rollout
+
+
+def test_run_ends_when_its_comparison_is_killed(tmp_path):
+    child = "import time; from crest_train.orphans import end_with_parent; end_with_parent()\n"
+    child += "print('begun', flush=True); time.sleep(60)"
+    parent = (
+        "import os, subprocess, sys; from crest_train.orphans import PARENT\n"
+        f"run = subprocess.Popen([sys.executable, '-c', {child!r}], env=os.environ | {{PARENT: str(os.getpid())}})\n"
+        "run.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as comparison:
+        assert comparison.stdout.readline() == "begun\n"
+        comparison.kill()
+        comparison.communicate(timeout=20)  # the run has this end of the pipe too, until it ends

@@ -1,6 +1,7 @@
 """Runs on two processes of gloo: the metrics and the weights of one process, up to the rounding of float32 sums."""
 
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -32,6 +33,15 @@ class FailsInOne(Toy):
         return None if rank() == 1 else super().step(action)
 
 
+class TellsOne(Toy):
+    """An environment in which the second process alone is told to end, twice, while it plays the third step."""
+
+    def reset(self, seed):
+        if rank() == 1 and seed % 1_000_000 in (6, 7, 8):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().reset(seed)
+
+
 def torchrun(config, output):
     """`crest-train run` on two processes, in the tests' folder."""
     path = output.with_suffix(".toml")
@@ -42,10 +52,13 @@ def torchrun(config, output):
     return subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def train_in_turn(runs, failing, rank):
-    """Work of a rank: all runs, one after the other, then one that fails, and how it does."""
+def train_in_turn(runs, told, failing, rank):
+    """Work of a rank: all runs, one after the other, one that the second process is told to end, one that fails."""
     for config, output in runs:
         quiet_train(config, output)
+    with pytest.raises(SystemExit) as stop:
+        quiet_train(*told)
+    assert stop.value.code == 143
     with pytest.raises((ValueError, OSError)) as failed:
         quiet_train(*failing)
     return f"{failed.type.__name__}: {failed.value}"
@@ -103,6 +116,12 @@ METHODS = {
 }
 """A frozen reference, a value, continuations, a distilled teacher, a process without a row, a run that was stopped."""
 
+TOLD = ODD | {
+    "environment": {"name": "test_distributed_train:TellsOne"},
+    "training": {**ODD["training"], "steps": 4},
+    "run": {"seed": 1, "threads": 1, "checkpoint_every": 4},
+}
+
 
 @pytest.fixture(scope="module")
 def on_two(policy_folder, tmp_path_factory):
@@ -111,7 +130,8 @@ def on_two(policy_folder, tmp_path_factory):
     runs = {name: (toy_config(policy_folder, **ODD | changes), folder / name) for name, changes in METHODS.items()}
     stopped_after(1, *runs["resumed"])
     failing = toy_config(policy_folder, environment={"name": "test_distributed_train:FailsInOne"}), folder / "failed"
-    return folder, run_ranks(partial(train_in_turn, list(runs.values()), failing), folder, 2)
+    told = toy_config(policy_folder, **TOLD), folder / "told"
+    return folder, run_ranks(partial(train_in_turn, list(runs.values()), told, failing), folder, 2)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -119,6 +139,10 @@ def test_what_a_run_needs_is_shared_too(policy_folder, tmp_path, on_two, name):
     one = quiet_train(toy_config(policy_folder, **ODD | METHODS[name]), tmp_path / "one")
     assert any(line.get("trained_rows") for line in one.metrics())
     assert_equal_runs(RunFolder(on_two[0] / name), one, weight_atol=1e-4)
+
+
+def test_one_process_told_to_end_ends_all_with_the_last_whole_step_kept(on_two):
+    assert RunFolder(on_two[0] / "told").steps() == [0, 2]
 
 
 def test_error_of_one_process_ends_all(on_two):

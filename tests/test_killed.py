@@ -20,7 +20,7 @@ KINDS = {
     "llama": {},
     "reference": {"method": {"name": "trace", "session_reward": "mean"}},
     "value": {"method": {"name": "factor", "session_reward": "mean", "options": {"warmup": 1}}, "value": {"replay": 2}},
-    "built-in": {"policy": {"model": "tiny"}, "warm_start": {"steps": 8, "rate": 3e-3, "sessions": 8}},
+    "built-in": {"policy": {"model": "tiny"}, "warm_start": {"steps": 6, "rate": 5e-3, "sessions": 4}},
 }
 
 

@@ -67,7 +67,9 @@ def run(
     from transformers.utils import logging
 
     from crest_train.loop import train
+    from crest_train.orphans import end_with_parent
 
+    end_with_parent()
     logging.disable_progress_bar()  # of loading and saving a model: the run has its own
 
     train(resolved, output, Console())

@@ -25,6 +25,7 @@ from crest_train.config import Config, MethodSection, load_config, to_toml
 from crest_train.credit import needs_of
 from crest_train.display import progress
 from crest_train.environments import make_environment
+from crest_train.orphans import PARENT
 from crest_train.run_folder import RunFolder
 from crest_train.warm_start import built_in_policy
 
@@ -150,7 +151,7 @@ def start(run: Run) -> subprocess.Popen:
     if not (run.path / _CONFIG).is_file():
         RunFolder(run.path).write(_CONFIG, to_toml(run.config))
     command = [sys.executable, "-m", "crest_train.cli", "run", str(run.path / _CONFIG), "--output", str(run.path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(run.config.run.threads)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(run.config.run.threads), PARENT: str(os.getpid())}
     with open(run.path / _LOG, "ab") as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
