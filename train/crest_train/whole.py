@@ -27,9 +27,10 @@ def made_whole(path: Path) -> Iterator[Path]:
             file.relative_to(new).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files
         }
         (new / _MANIFEST).write_text(json.dumps(contents, indent=1), encoding="utf-8")
-        for place in (*files, new / _MANIFEST, new):
+        folders = [folder for folder in new.rglob("*") if folder.is_dir()]
+        for place in (*files, new / _MANIFEST, *folders, new):
             synced(place)
-        new.rename(path)
+        os.rename(new, path)
         synced(path.parent)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
