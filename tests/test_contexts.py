@@ -224,7 +224,7 @@ def test_ground_truth_in_the_request_is_what_the_demonstrated_policy_learned():
 def gap_of(model, played, group, section, rows=None, temperature=1.0):
     rows = list(range(len(played.sessions))) if rows is None else rows
     chat = make_chat(toy_tokenizer())
-    return teacher_gap(model, chat, played, group, rows, section, temperature=temperature, rows_per_micro_batch=2)
+    return teacher_gap(model, chat, played, group, rows, section, temperature=temperature, tokens_per_micro_batch=40)
 
 
 @pytest.mark.parametrize(("context", "insert"), [("future_trajectory", "step"), ("next_observation", "turn")])
@@ -254,7 +254,7 @@ def test_session_without_a_hint_has_no_gap_and_no_pass(toys, monkeypatch):
     monkeypatch.setattr(teacher, "hidden_states", None)  # a pass would fail
     assert (gap_of(model, played, torch.arange(6), section) == 0).all()
     assert not teacher_states(
-        model, make_chat(toy_tokenizer()), played, torch.arange(6), [0, 5], section, rows_per_micro_batch=2
+        model, make_chat(toy_tokenizer()), played, torch.arange(6), [0, 5], section, tokens_per_micro_batch=40
     ).known.any()
 
 
@@ -268,7 +268,7 @@ def test_tokens_that_hints_push_out_of_the_context_have_no_gap():
     assert (inside != played.policy).any() and inside.any()
     assert torch.equal(gap_of(model, played, group, section) != 0, inside)
     known = teacher_states(
-        model, make_chat(toy_tokenizer()), played, group, [0, 1, 2, 3], section, rows_per_micro_batch=3
+        model, make_chat(toy_tokenizer()), played, group, [0, 1, 2, 3], section, tokens_per_micro_batch=60
     ).known
     assert torch.equal(known, inside[played.policy])
 
@@ -276,7 +276,7 @@ def test_tokens_that_hints_push_out_of_the_context_have_no_gap():
 def test_states_are_those_that_the_gap_is_taken_from(toys):
     model, played, group = toys
     rows, section = [0, 2, 3, 5], section_of()
-    states = teacher_states(model, make_chat(toy_tokenizer()), played, group, rows, section, rows_per_micro_batch=2)
+    states = teacher_states(model, make_chat(toy_tokenizer()), played, group, rows, section, tokens_per_micro_batch=40)
     chosen = torch.zeros_like(played.policy)
     chosen[rows] = True
     assert torch.equal(states.known, chosen[played.policy])

@@ -21,7 +21,7 @@ TESTS = Path(__file__).parent
 ODD = {
     "rollout": {"sessions": 3, "group_size": 3, "max_action_tokens": 3, "rows": 4},
     "evaluation": {"sessions": 5, "every": 0},
-    "training": {"steps": 2, "rate": 1e-3, "rows_per_micro_batch": 2},
+    "training": {"steps": 2, "rate": 1e-3, "tokens_per_micro_batch": 40},
 }
 """Numbers that two processes cannot share evenly."""
 

@@ -48,13 +48,13 @@ def separately(model, batch, temperature):
     return torch.tensor(found)
 
 
-@pytest.mark.parametrize("size", [2, 3, 64])
+@pytest.mark.parametrize("tokens", [40, 90, 2000])
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "tiny"])
-def test_equals_a_full_pass_per_boundary(name, size):
+def test_equals_a_full_pass_per_boundary(name, tokens):
     model = tiny_model() if name == "tiny" else small_model(name)
     toys = [Toy(2, "be brief"), Toy(4, "be brief"), Toy(3), Toy(1), Toy(3)]
     batch = play(model, toys, [1, 2, 3, 4, 3])
-    found = gold_logp(model, CHAT, batch, group_of(batch), temperature=0.7, rows_per_micro_batch=size)
+    found = gold_logp(model, CHAT, batch, group_of(batch), temperature=0.7, tokens_per_micro_batch=tokens)
     wanted = separately(model, batch, 0.7)
     assert found.dtype == torch.float32 and found.shape == wanted.shape
     assert len(found) == sum(len(session.actions) + 1 for session in batch.sessions)
@@ -82,16 +82,16 @@ def test_turns_not_begun_have_the_ground_truth_of_the_rollout_that_came_furthest
 def test_boundary_beyond_the_context_gives_no_credit():
     model = toy_model()
     batch = play(model, [Toy(4), Toy(1)], [1, 2])
-    whole = gold_logp(model, CHAT, batch, group_of(batch), temperature=1.0, rows_per_micro_batch=8)
+    whole = gold_logp(model, CHAT, batch, group_of(batch), temperature=1.0, tokens_per_micro_batch=160)
     starts = [action.start for action in batch.sessions[0].actions]
     longest = len(answer_ids(CHAT, batch, group_of(batch))[0])
     model.config.max_position_embeddings = starts[2] + longest  # the third boundary is the last that fits
-    cut = gold_logp(model, CHAT, batch, group_of(batch), temperature=1.0, rows_per_micro_batch=8)
+    cut = gold_logp(model, CHAT, batch, group_of(batch), temperature=1.0, tokens_per_micro_batch=160)
     size = len(starts) + 1
     assert torch.equal(cut[3:size], cut[2].expand(size - 3))
     assert (cut[:3] - whole[:3]).abs().max() < 1e-6 and (cut[size:] - whole[size:]).abs().max() < 1e-6
     model.config.max_position_embeddings = starts[0] + longest - 1
-    cut = gold_logp(model, CHAT, batch, group_of(batch), temperature=1.0, rows_per_micro_batch=8)
+    cut = gold_logp(model, CHAT, batch, group_of(batch), temperature=1.0, tokens_per_micro_batch=160)
     assert (cut[:size] == 0).all() and (cut[size:] < 0).all()
 
 
@@ -101,7 +101,7 @@ def test_session_that_the_context_ends_has_a_value_for_every_action():
     batch = play(model, [Toy(6), Toy(6, "be brief be brief be brief be brief")], [3, 3])
     short, none = batch.sessions
     assert short.cut and not none.actions
-    found = gold_logp(model, CHAT, batch, group_of(batch), temperature=1.0, rows_per_micro_batch=8)
+    found = gold_logp(model, CHAT, batch, group_of(batch), temperature=1.0, tokens_per_micro_batch=160)
     assert len(found) == len(short.actions) + 2 and (found <= 0).all() and found[-1] == 0
 
 
@@ -116,12 +116,11 @@ def test_prefixes_are_encoded_once_and_passes_are_bounded(monkeypatch):
         return hidden_states(model, ids, cache, **others)
 
     monkeypatch.setattr(gold, "hidden_states", watched)
-    gold_logp(model, CHAT, batch, group_of(batch), temperature=1.0, rows_per_micro_batch=4)
+    gold_logp(model, CHAT, batch, group_of(batch), temperature=1.0, tokens_per_micro_batch=400)
     (prompt, _), (prefixes, _), *passes = fed
     assert prompt == (1, len(batch.sessions[0].prompt)) and prefixes[0] == 4
     assert sum(shape[0] for shape, _ in passes) == sum(len(session.actions) + 1 for session in batch.sessions)
-    longest = prompt[1] + prefixes[1] + max(map(len, answer_ids(CHAT, batch, group_of(batch))))
-    assert all(shape[0] * (shape[1] + cached) <= 4 * longest for shape, cached in passes)
+    assert all(shape[0] * (shape[1] + cached) <= 400 for shape, cached in passes)
     assert len(passes) < sum(len(session.actions) for session in batch.sessions) / 2
 
 
@@ -134,5 +133,5 @@ def test_rollout_without_ground_truth_is_refused():
             play(model, [Toy(2)], [1], gold=False),
             torch.tensor([0]),
             temperature=1.0,
-            rows_per_micro_batch=8,
+            tokens_per_micro_batch=160,
         )

@@ -37,7 +37,7 @@ def runs(policy_folder, tmp_path_factory):
         model = folder / "tiny" if kind == "built-in" else policy_folder
         common = {
             "rollout": {"sessions": 2, "group_size": 3, "max_action_tokens": 3},
-            "training": {"steps": 3, "rate": 1e-3, "rows_per_micro_batch": 4},
+            "training": {"steps": 3, "rate": 1e-3, "tokens_per_micro_batch": 80},
             "evaluation": {"sessions": 4, "every": 2},
             "run": {"seed": 1, "threads": 1, "checkpoint_every": 2},
         }

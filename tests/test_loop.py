@@ -120,7 +120,7 @@ def test_teacher_gap_is_that_of_the_hinted_session():
     model = toy_model()
     played = play(model, [Toy(2, "be brief") for _ in range(3)] + [Toy(2)])
     chat, group, section = make_chat(toy_tokenizer()), torch.zeros(4), TeacherSection(template=HINT)
-    found = teacher_gap(model, chat, played, group, [0, 2, 3], section, temperature=0.5, rows_per_micro_batch=2)
+    found = teacher_gap(model, chat, played, group, [0, 2, 3], section, temperature=0.5, tokens_per_micro_batch=40)
     teacher_ids, position = teacher_stream(chat, played, hints(played, group, section), section)
     assert (found[1] == 0).all() and (found[~played.policy] == 0).all()
     for row in (0, 2, 3):
@@ -139,7 +139,7 @@ def test_sessions_without_an_action_are_left_out_of_every_pass(policy_folder):
     played = play(model, [Toy(1), Toy(1, "say no be brief say a")], group_size=1)
     assert played.policy.any(1).tolist() == [True, False]
     group, section = torch.zeros(2), TeacherSection(template="{hint}")  # "a" for "say a": no longer than the request
-    found = teacher_gap(model, chat, played, group, [0, 1], section, temperature=1.0, rows_per_micro_batch=1)
+    found = teacher_gap(model, chat, played, group, [0, 1], section, temperature=1.0, tokens_per_micro_batch=20)
     assert (found[1] == 0).all() and (found[0][played.policy[0]] != 0).all()
     config = toy_config(policy_folder, warm_start={"steps": 1})
     with pytest.raises(ValueError, match="no action fits into its context of 4 tokens"):
@@ -181,8 +181,8 @@ def test_gradient_is_that_of_the_plain_loss_however_it_is_split(system, surrogat
         loss = loss - (torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage) * weight).sum()
     wanted = torch.autograd.grad(loss, list(model.parameters()))
 
-    for size in (1, 2, 32):
-        found, metrics = gradients_of(model, played, credit, rows_per_micro_batch=size)
+    for tokens in (1, 30, 1000):
+        found, metrics = gradients_of(model, played, credit, tokens_per_micro_batch=tokens)
         assert metrics["trained_rows"] == 5
         assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
         for one, other in zip(found, wanted, strict=True):

@@ -239,7 +239,7 @@ def test_the_last_checkpoints_are_kept(policy_folder, tmp_path, kept):
 
 
 def test_finished_run_is_extended(policy_folder, tmp_path, finished):
-    longer = toy_config(policy_folder, training={"steps": 6, "rate": 1e-3, "rows_per_micro_batch": 4})
+    longer = toy_config(policy_folder, training={"steps": 6, "rate": 1e-3, "tokens_per_micro_batch": 80})
     whole = quiet_train(longer, tmp_path / "whole")
     shutil.copytree(finished.path, tmp_path / "run")
     folder = quiet_train(longer, tmp_path / "run")

@@ -220,7 +220,7 @@ def test_the_skill_is_the_teacher_of_a_method_that_reads_it():
 
     def gap(context):
         section = config.teacher.model_copy(update={"context": context})
-        options = {"temperature": 1.0, "rows_per_micro_batch": 4}
+        options = {"temperature": 1.0, "tokens_per_micro_batch": 80}
         return teacher_gap(scorers.model, chat, played, group, [0, 1, 2, 3], section, **options).flatten()
 
     both = gather(("skill_gap_N", "teacher_gap_N"), played, group, spans, config, scorers)
@@ -262,9 +262,9 @@ def test_credit_metrics():
     assert credit_metrics(Credit(0 * credit_N, torch.ones(20), PPOClip()), spans) == {}
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("tokens", [20, 200])
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "sampled_reverse_kl"])
-def test_distillation_has_the_gradient_of_its_definition(kind, size):
+def test_distillation_has_the_gradient_of_its_definition(kind, tokens):
     model, played, group = toy_model(), play(Toy), torch.tensor([0, 0, 1, 1])
     model, temperature = model.double(), 1.5
     weight_N = torch.randn(played.policy.numel(), generator=torch.Generator().manual_seed(0)) * played.policy.flatten()
@@ -291,7 +291,7 @@ def test_distillation_has_the_gradient_of_its_definition(kind, size):
     wanted = torch.autograd.grad(loss, list(model.parameters()))
 
     model.zero_grad()
-    section = TrainingSection(rows_per_micro_batch=size)
+    section = TrainingSection(tokens_per_micro_batch=tokens)
     sums = accumulate_gradient(
         model, played, credit, [0, 2, 3], section, temperature=temperature, teacher=teacher, scale=2.0
     )

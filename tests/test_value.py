@@ -146,7 +146,7 @@ def test_value_from_continuations_keeps_the_sum_and_is_drawn_from_the_seeds_alon
 def test_boundary_states_are_those_before_each_action():
     model = toy_model()
     batch = play(model, [1, 2, 3], system="be brief")
-    states_SH = boundary_states(model, batch, spans_by_seed(batch), rows_per_micro_batch=2)
+    states_SH = boundary_states(model, batch, spans_by_seed(batch), tokens_per_micro_batch=40)
     wanted = []
     for session in batch.sessions:
         with torch.no_grad():
@@ -158,7 +158,7 @@ def test_boundary_states_are_those_before_each_action():
 
 def test_head_is_told_the_place_in_the_session():
     batch = play(toy_model(), [5, 6], turns=4)
-    states_SH = boundary_states(toy_model(), batch, spans_by_seed(batch), rows_per_micro_batch=2)
+    states_SH = boundary_states(toy_model(), batch, spans_by_seed(batch), tokens_per_micro_batch=40)
     found = with_place(states_SH, batch)
     turns = [action.turn for session in batch.sessions for action in session.actions]
     assert found[:, -1].tolist() == [turn - 2.0 for turn in turns]
@@ -226,7 +226,7 @@ def test_targets_are_own_returns_or_those_of_continuations(monkeypatch):
     seen = []
     monkeypatch.setattr(value.ValueHead, "learn", lambda self, states, target: seen.append((states, target)) or 0.0)
     StateValue(model, CHAT, config_of()).learn(batch, spans)
-    states_SH = with_place(boundary_states(model, batch, spans, rows_per_micro_batch=8), batch)
+    states_SH = with_place(boundary_states(model, batch, spans, tokens_per_micro_batch=160), batch)
     reward_S = action_reward(batch, "mean")
     assert torch.equal(seen[0][0], states_SH) and torch.equal(seen[0][1], discounted_return(reward_S, spans, 1.0))
     monkeypatch.setattr(value, "choose_places", lambda *a: [(0, 1), (1, 2)])

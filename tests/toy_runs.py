@@ -26,7 +26,7 @@ def toy_config(folder, **changes):
         "policy": {"model": str(folder)},
         "rollout": {"sessions": 3, "group_size": 4, "max_action_tokens": 3},
         "teacher": {"template": HINT, "end": " "},
-        "training": {"steps": 4, "rate": 1e-3, "rows_per_micro_batch": 4},
+        "training": {"steps": 4, "rate": 1e-3, "tokens_per_micro_batch": 80},
         "evaluation": {"sessions": 20, "every": 2},
         "run": {"seed": 1, "threads": 1, "checkpoint_every": 2},
     }

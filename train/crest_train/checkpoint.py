@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crest_train.config import Config, PolicySection, load_config, to_toml
-from crest_train.model import first_line, read_pretrained
+from crest_train.loading import read_pretrained
+from crest_train.model import first_line
 from crest_train.whole import made_whole
 
 _OPTIMIZER, _VALUE, _STATE, _CONFIG = "optimizer.safetensors", "value.safetensors", "trainer.json", "run.toml"

@@ -27,15 +27,32 @@ class EnvironmentSection(Section):
     options: dict[str, Any] = {}
 
 
+class LoraSection(Section):
+    """Adapters of low rank (arXiv 2106.09685), through peft: W x + alpha / rank * B A x, A and B trained alone.
+
+    rank: 0 for none. targets: names of the linear maps that get one, or "all-linear" for all but the head.
+    """
+
+    rank: int = Field(0, ge=0)
+    alpha: float = Field(32.0, gt=0)
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+
+
 class PolicySection(Section):
     """model: "desk" (the built-in small policy), "smollm2" (fetched), or a folder that `save_pretrained` wrote.
 
-    device: "cpu", "cuda" or "cuda:N".
+    device: "cpu", "cuda" or "cuda:N". attention: "auto" is flash-attn's kernels where they are installed, for bfloat16
+    on a GPU, else torch's. gradient_checkpointing: layers recompute their activations in the backward pass: less
+    memory, a third more work. liger: Liger's RMSNorm, SwiGLU and rotary kernels, on a GPU. lora: train adapters alone.
     """
 
     model: str = "desk"
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
+    attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
+    gradient_checkpointing: bool = False
+    liger: bool = False
+    lora: LoraSection = LoraSection()
 
     @field_validator("device")
     @classmethod
@@ -133,18 +150,21 @@ Beta = Annotated[float, Field(strict=True, ge=0, lt=1)]
 class TrainingSection(Section):
     """steps: rollout-and-update rounds; minibatches and epochs: optimizer steps per round (minibatches x epochs).
 
-    rate, betas: of Adam; clip: largest gradient norm; rows_per_micro_batch: rows in one forward and backward pass.
+    optimizer: "adam" in float32 arithmetic for any policy.dtype, or "adam_8bit" (bitsandbytes, on a GPU); rate, betas:
+    of Adam; clip: largest gradient norm. tokens_per_micro_batch: in one forward and backward pass, padding counted; a
+    longer session is a pass of its own.
     bad_steps: the run stops after so many steps in a row whose loss or gradient was not finite.
     """
 
     steps: int = Field(20, ge=0)
     minibatches: int = Field(2, ge=1)
     epochs: int = Field(1, ge=1)
+    optimizer: Literal["adam", "adam_8bit"] = "adam"
     rate: float = Field(6e-4, gt=0)
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)  # a list in the file
     clip: float = Field(1.0, gt=0)
     bad_steps: int = Field(5, ge=1)
-    rows_per_micro_batch: int = Field(8, ge=1)
+    tokens_per_micro_batch: int = Field(4096, ge=1)
 
 
 class ValueSection(Section):

@@ -17,6 +17,7 @@ from crest_ops import linear_token_stats, resolve_head
 from crest_train.cache import GrowingCache, prompt_cache
 from crest_train.chat import Chat
 from crest_train.model import KeyValues, context_length, hidden_states
+from crest_train.packing import parts
 from crest_train.ranks import gathered, share
 from crest_train.rollouts import Rollout, Session
 
@@ -39,7 +40,7 @@ def gold_logp(
     group: torch.Tensor,
     *,
     temperature: float,
-    rows_per_micro_batch: int,
+    tokens_per_micro_batch: int,
 ) -> torch.Tensor:
     """Mean log-prob [S + B] float32 of the session's right answer at each of its T_i + 1 action boundaries, in order.
 
@@ -49,17 +50,18 @@ def gold_logp(
     furthest. Where S_k and y together leave the model's context, the boundary before stands (no credit); 0 if none.
 
     group [B] int64: which task each session is a rollout of. Needs a rollout with ground truth (`Sampling.gold`);
-    raises ValueError without. Memory: a pass holds as many positions as rows_per_micro_batch of the longest session.
+    raises ValueError without. Memory: a pass holds at most
+    tokens_per_micro_batch positions, or those of one session and its answer.
     """
     if not any(session.gold for session in batch.sessions):
         raise ValueError("batch.sessions hold no gold; wanted a rollout played with Sampling.gold")
     streams = [_stream(chat, session) for session in batch.sessions]
+    length_B = torch.tensor([len(stream) for stream in streams])
     boundaries = _boundaries(batch, streams, answer_ids(chat, batch, group))
     found = torch.full((sum(map(len, boundaries)),), torch.nan)
     for prompt, members in batch.by_prompt(share(list(range(len(streams))))):
         room = context_length(reference) - len(prompt)
-        for start in range(0, len(members), rows_per_micro_batch):
-            part = members[start : start + rows_per_micro_batch]
+        for part in parts(members, length_B, tokens_per_micro_batch):
             fitting = [
                 _Boundary(index, slot, before + len(prompt), answer)
                 for slot, row in enumerate(part)
@@ -71,8 +73,7 @@ def gold_logp(
             longest = max(boundary.before for boundary in fitting)
             full = [prompt + streams[row] for row in part]
             states = _encode(reference, prompt, [stream[len(prompt) : longest] for stream in full])
-            budget = rows_per_micro_batch * max(boundary.before + len(boundary.answer) for boundary in fitting)
-            for chunk in _chunks(fitting, budget, context_length(reference)):
+            for chunk in _chunks(fitting, tokens_per_micro_batch, context_length(reference)):
                 indices = [boundary.index for boundary in chunk]
                 found[indices] = _score(reference, states, full, chunk, temperature).cpu()
     for part in gathered(found):

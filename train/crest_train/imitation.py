@@ -16,6 +16,8 @@ from crest_train.display import progress
 from crest_train.environments import FIRST_HELD_OUT_SEED, make_environment
 from crest_train.evaluate import sampling_of
 from crest_train.model import context_length, policy_logits, shared_prompt
+from crest_train.optimizer import make_optimizer
+from crest_train.packing import parts
 from crest_train.ranks import share, total, total_gradients
 from crest_train.rollouts import Rollout, demonstrate
 
@@ -33,7 +35,7 @@ def imitate(model: PreTrainedModel, chat: Chat, config: Config, console: Console
     section = config.warm_start
     if not section.steps:
         return {}
-    optimizer = torch.optim.Adam(model.parameters(), lr=section.rate, betas=config.training.betas)
+    optimizer = make_optimizer(model, config.training, rate=section.rate)
     generator = torch.Generator().manual_seed(config.run.seed)
     with progress(console, "warm start", section.steps) as show:
         for step in range(section.steps):
@@ -44,7 +46,7 @@ def imitate(model: PreTrainedModel, chat: Chat, config: Config, console: Console
             hinted = torch.rand(len(seeds), generator=generator) < section.hinted
             optimizer.zero_grad()
             streams = (played.ids, played.policy), _hinted_stream(model, chat, played, config.teacher)
-            loss = _accumulate(model, played, streams, hinted, config.training.rows_per_micro_batch)
+            loss = _accumulate(model, played, streams, hinted, config.training.tokens_per_micro_batch)
             total_gradients(model.parameters())
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.clip, error_if_nonfinite=True)
             optimizer.step()
@@ -53,7 +55,7 @@ def imitate(model: PreTrainedModel, chat: Chat, config: Config, console: Console
 
 
 def _accumulate(
-    model: PreTrainedModel, played: Rollout, streams: tuple[Stream, Stream], hinted: torch.Tensor, size: int
+    model: PreTrainedModel, played: Rollout, streams: tuple[Stream, Stream], hinted: torch.Tensor, tokens: int
 ) -> float:
     """Add this process's share of the gradient of the mean negative log-prob over all written tokens; return that mean.
 
@@ -63,11 +65,11 @@ def _accumulate(
     loss = 0.0
     for with_hint, (ids_BT, written_BT) in enumerate(streams):
         chosen = (hinted == with_hint) & written_BT.any(1)
+        length_B = (written_BT * torch.arange(1, written_BT.shape[1] + 1)).amax(1)
         for prompt, members in played.by_prompt(share(chosen.nonzero().flatten().tolist())):
             with shared_prompt(model, prompt) as cache:
-                for start in range(0, len(members), size):
-                    rows = members[start : start + size]
-                    length = int(written_BT[rows].any(0).nonzero().max()) + 1
+                for rows in parts(members, length_B, tokens):
+                    length = int(length_B[rows].max())
                     ids, written = (tensor[rows, :length].to(model.device) for tensor in (ids_BT, written_BT))
                     logits_RV = policy_logits(model, ids, written, cache())
                     stats = token_stats(logits_RV, ids[written], outputs=("logp",), **logit_options(model))

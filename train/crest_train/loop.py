@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from crest_train.chat import Chat, make_chat
-from crest_train.config import Config, PolicySection, to_toml
+from crest_train.config import Config, to_toml
 from crest_train.correction import corrected, rescore
 from crest_train.credit import assign_credit, make_method, needs_of, session_reward, spans_of
 from crest_train.display import progress
@@ -18,11 +18,12 @@ from crest_train.engines.protocol import Engine
 from crest_train.environments import make_environment
 from crest_train.evaluate import evaluate, sampling_of
 from crest_train.failures import explained, refuse_bad_steps
-from crest_train.fetch import path_of
 from crest_train.imitation import imitate
 from crest_train.leaving import Leaving, leaving
+from crest_train.loading import check_policy_section, first_policy
 from crest_train.metrics import credit_metrics, outcome_metrics, peak_memory_mib, teacher_metrics
-from crest_train.model import check_policy, context_length, load_pretrained
+from crest_train.model import check_policy, context_length
+from crest_train.optimizer import check_optimizer, make_optimizer
 from crest_train.ranks import first_ahead, from_first, is_first, joined, weights_from_first
 from crest_train.report import closing_table, draw_curves, grpo_reference
 from crest_train.resuming import accepted_changes
@@ -33,7 +34,6 @@ from crest_train.trackers import Log, check_trackers
 from crest_train.trajectories import trajectories_page
 from crest_train.update import update
 from crest_train.value import StateValue
-from crest_train.warm_start import built_in_policy
 
 
 def train(config: Config, output: Path | None = None, console: Console | None = None) -> RunFolder:
@@ -51,6 +51,8 @@ def train(config: Config, output: Path | None = None, console: Console | None = 
     for options in (config.environment.options, config.held_out_options()):
         make_environment(config.environment.name, options)
     check_environment(config)
+    check_policy_section(config.policy)
+    check_optimizer(config.training, config.policy.device)
     check_trackers(config.run.trackers)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
@@ -79,7 +81,7 @@ def run(config: Config, folder: RunFolder, console: Console, leave: Leaving) -> 
     model.eval()  # no dropout: a token's log-prob must not change between the rollout and the update
     check_policy(model)
     chat = make_chat(tokenizer)
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.training.rate, betas=config.training.betas)
+    optimizer = make_optimizer(model, config.training)
     asked = needs_of(config.method)  # before any schedule: what is learned is learned from the first step on
     value = StateValue(model, chat, config) if "value_S" in asked else None
 
@@ -197,17 +199,6 @@ def run(config: Config, folder: RunFolder, console: Console, leave: Leaving) -> 
     log.close()
     if is_first():
         finish(folder, config, console)
-
-
-def first_policy(section: PolicySection, console: Console) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """What a run begins with: the built-in policy, warm-started (once, then cached), a fetched model, or a folder's.
-
-    Raises ValueError when policy.model is none of them.
-    """
-    if section.model == "desk":
-        model, tokenizer = built_in_policy(console=console)
-        return model.to(section.device, getattr(torch, section.dtype)), tokenizer
-    return load_pretrained(path_of("smollm2") if section.model == "smollm2" else Path(section.model), section)
 
 
 def due(step: int, every: int) -> bool:

@@ -6,49 +6,17 @@ B = rows, T = positions, H = hidden size, V = vocabulary, R = chosen positions.
 import inspect
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from crest_ops import resolve_head
 from crest_ops.heads import logit_options
 from crest_train.cache import prompt_cache
-from crest_train.config import PolicySection
 
 KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-def load_pretrained(folder: Path, section: PolicySection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal LM and its tokenizer from a folder that `save_pretrained` wrote, in the section's dtype, on its device.
-
-    Raises ValueError when the folder is not one or is damaged.
-    """
-    path = folder.expanduser()
-    if not (path / "config.json").is_file():
-        raise ValueError(f"policy.model: {str(folder)!r} is no model folder (found no config.json in it)")
-    try:
-        return read_pretrained(path, section)
-    except Exception as error:  # whatever the libraries raise for a damaged file
-        raise ValueError(f"policy.model: could not load the model in {str(folder)!r}: {first_line(error)}") from error
-
-
-def read_pretrained(path: Path, section: PolicySection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """What `load_pretrained` gives, with the libraries' own errors."""
-    return read_model(path, section), AutoTokenizer.from_pretrained(path)
-
-
-def read_model(path: Path, section: PolicySection) -> PreTrainedModel:
-    """The model alone.
-
-    Every parameter is where the allocator puts it: one that still lay in the mapped file, at an odd offset, would take
-    other CPU kernels, and a resumed run would differ in its last bits.
-    """
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, section.dtype))
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
-    return model.to(section.device)
 
 
 def first_line(error: BaseException) -> str:
@@ -133,16 +101,42 @@ def check_policy(model: PreTrainedModel) -> None:
             )
 
 
+def recomputing_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """The layers for which gradient checkpointing has been turned on."""
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
+
+
+@contextmanager
+def recomputing(model: PreTrainedModel):
+    """Let these layers, of a model in eval mode, recompute their activations in backward passes inside the block.
+
+    transformers has them do so in training mode, and drop the cache that they are given; outside of the block a rollout
+    needs its cache, and nowhere is there to be dropout.
+    """
+    layers = recomputing_layers(model)
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
 def context_length(model: PreTrainedModel) -> int:
     """The number of positions the model was made for (2^31 when its config names none)."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
 def policy_hidden(
-    model: PreTrainedModel, ids_BT: torch.Tensor, policy_BT: torch.Tensor, cache: Cache | None = None
+    model: PreTrainedModel,
+    ids_BT: torch.Tensor,
+    policy_BT: torch.Tensor,
+    cache: Cache | None = None,
+    **others: torch.Tensor,
 ) -> torch.Tensor:
     """Hidden states [R,H] behind the R positions where policy_BT is True, row by row; position 0 is never one."""
-    hidden_BTH = hidden_states(model, ids_BT, cache)
+    hidden_BTH = hidden_states(model, ids_BT, cache, **others)
     return hidden_BTH[:, :-1][policy_BT[:, 1:]]
 
 

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 CACHE_FIELD = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -92,7 +93,7 @@ def _embedding(count: int, width: int, init_scale: float = 1.0) -> nn.Embedding:
     return embedding
 
 
-class TinyBlock(nn.Module):
+class TinyBlock(GradientCheckpointingLayer):
     """x + attention(norm(x)), then x + swiglu(norm(x)); all query heads share one key and one value head."""
 
     def __init__(self, config: TinyConfig, cache_layer: int):
@@ -147,6 +148,7 @@ class TinyPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     _no_split_modules = ["TinyBlock"]
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
 
     def _init_weights(self, module: nn.Module) -> None:
         """Normal weights of standard deviation `init_scale`, by the root of the fan-in for linear maps."""

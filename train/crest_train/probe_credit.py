@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from crest_ops import Credit, PPOClip, Signals, Spans, linear_token_stats, resolve_head
 from crest_train.config import Config
-from crest_train.model import hidden_states, shared_prompt
+from crest_train.model import hidden_states
+from crest_train.packing import passes
 from crest_train.probe_statistics import gradient_sizes
 from crest_train.projection import count_sketch
 from crest_train.ranks import share, total
@@ -71,26 +72,24 @@ def token_statistics(
 
     Several processes make them together.
     """
-    head, size = resolve_head(model), config.training.rows_per_micro_batch
+    head = resolve_head(model)
     found = [torch.zeros_like(batch.old_logp) for _ in range(3)]
-    for prompt, members in batch.by_prompt(share(batch.policy.any(1).nonzero().flatten().tolist())):
-        with shared_prompt(model, prompt) as cache:
-            for start in range(0, len(members), size):
-                part = torch.tensor(members[start : start + size])
-                length = int(batch.lengths[part].max())
-                row_R, column_R = batch.policy[part, :length].nonzero(as_tuple=True)
-                ids_BT = batch.ids[part, :length].to(model.device)
-                hidden_BTH = hidden_states(model, ids_BT, cache())
-                stats = linear_token_stats(
-                    hidden_BTH[row_R, column_R - 1],
-                    head.weight,
-                    ids_BT[row_R, column_R],
-                    temperature=config.rollout.temperature,
-                    outputs=("logp", "entropy", "sum_sq_probs"),
-                    **head.options,
-                )
-                for tensor, values in zip(found, (stats.logp, stats.entropy, stats.sum_sq_probs), strict=True):
-                    tensor[part[row_R], column_R] = values.cpu()
+    rows = share(batch.policy.any(1).nonzero().flatten().tolist())
+    for part, cache in passes(model, batch, rows, config.training.tokens_per_micro_batch):
+        length = int(batch.lengths[part].max())
+        row_R, column_R = batch.policy[part, :length].nonzero(as_tuple=True)
+        ids_BT = batch.ids[part, :length].to(model.device)
+        hidden_BTH = hidden_states(model, ids_BT, cache)
+        stats = linear_token_stats(
+            hidden_BTH[row_R, column_R - 1],
+            head.weight,
+            ids_BT[row_R, column_R],
+            temperature=config.rollout.temperature,
+            outputs=("logp", "entropy", "sum_sq_probs"),
+            **head.options,
+        )
+        for tensor, values in zip(found, (stats.logp, stats.entropy, stats.sum_sq_probs), strict=True):
+            tensor[torch.tensor(part)[row_R], column_R] = values.cpu()
     return tuple(map(total, found))
 
 
@@ -124,7 +123,7 @@ def token_sizes(
 
 def gradient_vector(model: PreTrainedModel, project: int, seed: int) -> torch.Tensor:
     """The gradient that lies at the parameters, [D] float32 on the CPU: whole (project 0), or a sketch of it."""
-    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
     if project:
         return count_sketch(parts, project, seed=seed)
     return torch.cat([part.flatten().float().cpu() for part in parts])

@@ -16,7 +16,7 @@ from crest_train.credit import needs_of, spans_of
 from crest_train.draws import generator_of, session_seeds
 from crest_train.environments import make_environment
 from crest_train.evaluate import sampling_of
-from crest_train.model import load_pretrained
+from crest_train.loading import load_pretrained
 from crest_train.recording import read_rollouts, record
 from crest_train.rollouts import rollout
 from crest_train.run_folder import RunFolder

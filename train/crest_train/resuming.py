@@ -5,7 +5,7 @@ from crest_train.config import Config, differences
 
 MAY_CHANGE = {
     "training.steps",
-    "training.rows_per_micro_batch",
+    "training.tokens_per_micro_batch",
     "training.bad_steps",
     "policy.device",
     "rollout.rows",

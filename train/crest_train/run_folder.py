@@ -20,7 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crest_train.checkpoint import Checkpoint, write_checkpoint
 from crest_train.config import Config, PolicySection, to_toml
-from crest_train.model import first_line, read_model
+from crest_train.loading import read_model
+from crest_train.model import first_line
 from crest_train.ranks import from_first, is_first
 from crest_train.whole import damage, made_whole, synced, write_whole
 

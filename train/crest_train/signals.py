@@ -108,7 +108,7 @@ def gather(
     kind = config.method.session_reward
     options = {
         "temperature": config.rollout.temperature,
-        "rows_per_micro_batch": config.training.rows_per_micro_batch,
+        "tokens_per_micro_batch": config.training.tokens_per_micro_batch,
     }
     skill = config.teacher.model_copy(update={"context": "hindsight_skill"})
 
@@ -158,8 +158,8 @@ def teacher_of(credit: Credit, batch: Rollout, group: torch.Tensor, config: Conf
     if "skill_gap_N" in needs_of(config.method):
         section = section.model_copy(update={"context": "hindsight_skill"})
     rows = (credit.distill_N.view_as(batch.policy) != 0).any(1).nonzero().flatten().tolist()
-    chat, size = _want(scorers.chat, "distillation", "chat"), config.training.rows_per_micro_batch
-    return teacher_states(scorers.model, chat, batch, group, rows, section, rows_per_micro_batch=size)
+    chat, tokens = _want(scorers.chat, "distillation", "chat"), config.training.tokens_per_micro_batch
+    return teacher_states(scorers.model, chat, batch, group, rows, section, tokens_per_micro_batch=tokens)
 
 
 def clue_scores(role_S: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from crest_train.chat import Chat
 from crest_train.config import TeacherSection
 from crest_train.contexts import hints, teacher_stream
 from crest_train.model import context_length, hidden_states, shared_prompt
+from crest_train.packing import parts
 from crest_train.ranks import share, total
 from crest_train.sessions import Rollout
 
@@ -46,7 +47,7 @@ def teacher_gap(
     section: TeacherSection,
     *,
     temperature: float,
-    rows_per_micro_batch: int,
+    tokens_per_micro_batch: int,
 ) -> torch.Tensor:
     """Self-teacher minus policy log-prob [B,T] float32 of each policy token of the given rows; 0 elsewhere.
 
@@ -55,7 +56,7 @@ def teacher_gap(
     """
     head = resolve_head(model)
     gap_BT = torch.zeros_like(rollout.old_logp)
-    for at, hidden_RH, target_R in _score(model, chat, rollout, group, rows, section, rows_per_micro_batch):
+    for at, hidden_RH, target_R in _score(model, chat, rollout, group, rows, section, tokens_per_micro_batch):
         stats = linear_token_stats(
             hidden_RH, head.weight, target_R, temperature=temperature, outputs=("logp",), **head.options
         )
@@ -72,7 +73,7 @@ def teacher_states(
     rows: list[int],
     section: TeacherSection,
     *,
-    rows_per_micro_batch: int,
+    tokens_per_micro_batch: int,
 ) -> Teacher:
     """The self-teacher's hidden states at every policy token of the rollout, known for the given rows alone.
 
@@ -84,7 +85,7 @@ def teacher_states(
     num_written = int(rollout.policy.sum())
     hidden = torch.zeros(num_written, weight.shape[1], dtype=weight.dtype, device=weight.device)
     known = torch.zeros(num_written, dtype=torch.bool, device=weight.device)
-    for at, hidden_RH, _ in _score(model, chat, rollout, group, rows, section, rows_per_micro_batch):
+    for at, hidden_RH, _ in _score(model, chat, rollout, group, rows, section, tokens_per_micro_batch):
         place_R = place_BT[at].to(weight.device)
         hidden[place_R], known[place_R] = hidden_RH.to(hidden.dtype), True
     return Teacher(total(hidden), weight, bias, total(known.int()).bool())
@@ -97,7 +98,7 @@ def _score(
     group: torch.Tensor,
     rows: list[int],
     section: TeacherSection,
-    rows_per_micro_batch: int,
+    tokens_per_micro_batch: int,
 ) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
     """Part by part of a process's share: places of policy tokens, what predicts them when hinted [R,H], tokens [R]."""
     given = hints(rollout, group, section)
@@ -105,11 +106,11 @@ def _score(
     if not hinted:
         return
     ids_BT, position_BT = teacher_stream(chat, rollout, given, section)
+    length_B = position_BT.masked_fill(~rollout.policy, -1).amax(1) + 1
     for prompt, members in rollout.by_prompt(hinted):
         known_BT = rollout.policy & (position_BT < context_length(model) - len(prompt))
         with shared_prompt(model, prompt) as cache:
-            for start in range(0, len(members), rows_per_micro_batch):
-                part = members[start : start + rows_per_micro_batch]
+            for part in parts(members, length_B, tokens_per_micro_batch):
                 row_R, column_R = known_BT[part].nonzero(as_tuple=True)
                 if not len(row_R):
                     continue

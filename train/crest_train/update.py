@@ -3,11 +3,11 @@
 B = sessions, T = token positions, N = B*T, R = policy-written positions of a micro-batch, H = hidden size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from crest_ops import (
     Credit,
@@ -19,10 +19,13 @@ from crest_ops import (
     resolve_head,
 )
 from crest_train.config import TrainingSection
-from crest_train.model import policy_hidden, shared_prompt
+from crest_train.model import first_line, policy_hidden, recomputing
+from crest_train.packing import MicroBatch, micro_batches
 from crest_train.ranks import share, total, total_gradients
 from crest_train.sessions import Rollout
 from crest_train.teacher import Teacher
+
+T = TypeVar("T")
 
 SUMMED = ("loss", "distillation", "entropy", "ratio", "clipped", "tokens", "fed")
 """What `accumulate_gradient` sums: the loss and the distillation in it, then over the policy's tokens; tokens written
@@ -44,30 +47,42 @@ def update(
 
     The loss of a minibatch is minibatches * sum_N (weight * surrogate + distillation), however it is split into
     micro-batches and over processes: the weights come from the whole rollout. Rows whose credit is all zero are left
-    out of the passes.
+    out of the passes. A step whose loss or gradient is not finite is not made, and counted in `skipped_steps`.
+    Raises ValueError as `within_memory` does.
     teacher: for credit that distils over the whole vocabulary (signals.teacher_of).
     """
     rows = trained_rows(rollout, credit)
-    sums, steps, grad_norm = dict.fromkeys(SUMMED, 0.0), 0, 0.0
+    sums, steps, skipped, grad_norm = dict.fromkeys(SUMMED, 0.0), 0, 0, 0.0
     for _ in range(section.epochs):
         order = [rows[place] for place in torch.randperm(len(rows), generator=generator).tolist()]
         for part in range(min(section.minibatches, len(order))):
-            optimizer.zero_grad()
-            found = accumulate_gradient(
-                model,
-                rollout,
-                credit,
-                share(order[part :: section.minibatches]),
-                section,
-                temperature=temperature,
-                teacher=teacher,
-                scale=section.minibatches,
-            )
-            sums = {name: sums[name] + found[name] for name in SUMMED}
+            mine = share(order[part :: section.minibatches])
+
+            def accumulate(section: TrainingSection, rows: list[int] = mine) -> dict[str, torch.Tensor | float]:
+                optimizer.zero_grad()
+                return accumulate_gradient(
+                    model,
+                    rollout,
+                    credit,
+                    rows,
+                    section,
+                    temperature=temperature,
+                    teacher=teacher,
+                    scale=section.minibatches,
+                )
+
+            found, section = within_memory(accumulate, section)
             total_gradients(model.parameters())
-            grad_norm += torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip, error_if_nonfinite=True)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip)
+            bad = ~(torch.isfinite(norm).cpu() & torch.isfinite(torch.as_tensor(found["loss"])).cpu())
+            if total(bad.double()):
+                skipped += 1
+                continue
+            sums = {name: sums[name] + found[name] for name in SUMMED}
+            grad_norm += norm
             optimizer.step()
             steps += 1
+    optimizer.zero_grad()
     sums_M = total(torch.tensor([float(sums[name]) for name in SUMMED], dtype=torch.float64))
     sums = dict(zip(SUMMED, sums_M.tolist(), strict=True))
     tokens = max(1, sums["tokens"])
@@ -75,7 +90,37 @@ def update(
     metrics |= {name: sums[name] / tokens for name in ("entropy", "ratio", "clipped")}
     if credit.distill_N is not None:
         metrics["distillation"] = sums["distillation"] / max(1, steps)
-    return metrics | {"trained_rows": len(rows), "trained_tokens": int(sums["fed"])}
+    return metrics | {"trained_rows": len(rows), "trained_tokens": int(sums["fed"]), "skipped_steps": skipped}
+
+
+def within_memory(accumulate: Callable[[TrainingSection], T], section: TrainingSection) -> tuple[T, TrainingSection]:
+    """What accumulate gives, begun again once with micro-batches of half the tokens where it runs out of memory.
+
+    Returns with it the section whose micro-batches fitted. Raises ValueError when half do not fit either.
+    """
+    try:
+        return accumulate(section), section
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+    # Out here the error, and with it all that its frames held, is gone.
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    half = section.model_copy(update={"tokens_per_micro_batch": max(1, section.tokens_per_micro_batch // 2)})
+    try:
+        return accumulate(half), half
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"training.tokens_per_micro_batch: micro-batches of {section.tokens_per_micro_batch} tokens, and of half "
+            f"as many, do not fit into memory ({first_line(error)}); wanted fewer of them, shorter sessions, or "
+            "policy.gradient_checkpointing = true; `crest-train plan` says what fits"
+        ) from error
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def trained_rows(rollout: Rollout, credit: Credit) -> list[int]:
@@ -99,50 +144,40 @@ def accumulate_gradient(
 ) -> dict[str, torch.Tensor | float]:
     """Add the gradient of scale * loss over the rows to the parameters', and return the sums that SUMMED names.
 
-    loss = sum_N (token_weight * surrogate(ratio, credit) + distillation), in parts of section.rows_per_micro_batch
-    rows. Raises ValueError: a distillation over the whole vocabulary without a teacher.
+    loss = sum_N (token_weight * surrogate(ratio, credit) + distillation), in parts of section.tokens_per_micro_batch
+    tokens. Raises ValueError: a distillation over the whole vocabulary without a teacher.
     """
     if teacher is None and credit.distill_N is not None and credit.distill_kind != "sampled_reverse_kl":
         raise ValueError(f"teacher is None, want one, as the credit distils with kind {credit.distill_kind!r}")
     sums: dict[str, torch.Tensor | float] = dict.fromkeys(SUMMED, 0.0)
-    for micro, cache in _micro_batches(model, rollout, rows, section):
-        found = _backward(model, rollout, credit, micro, cache, temperature, teacher, scale)
-        for name, value in found.items():
-            sums[name] = sums[name] + value
+    with recomputing(model):
+        for micro in micro_batches(model, rollout, rows, section.tokens_per_micro_batch):
+            found = _backward(model, rollout, credit, micro, temperature, teacher, scale)
+            for name, value in found.items():
+                sums[name] = sums[name] + value
     return sums
-
-
-def _micro_batches(
-    model: PreTrainedModel, rollout: Rollout, rows: list[int], section: TrainingSection
-) -> Iterator[tuple[list[int], Cache | None]]:
-    """Rows that share a prompt, in parts, each with a cache of it; the prompt's own backward pass comes last."""
-    size = section.rows_per_micro_batch
-    for prompt, members in rollout.by_prompt(rows):
-        with shared_prompt(model, prompt) as cache:
-            for start in range(0, len(members), size):
-                yield members[start : start + size], cache()
 
 
 def _backward(
     model: PreTrainedModel,
     rollout: Rollout,
     credit: Credit,
-    rows: list[int],
-    cache: Cache | None,
+    micro: MicroBatch,
     temperature: float,
     teacher: Teacher | None,
     scale: float,
 ) -> dict[str, torch.Tensor | float]:
     """The backward pass of a micro-batch."""
-    length = int(rollout.lengths[rows].max())
-    ids_BT, policy_BT = (tensor[rows, :length].to(model.device) for tensor in (rollout.ids, rollout.policy))
+    rows, policy_BT = micro.rows, rollout.policy[micro.rows]
 
     def written(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(rollout.policy)[rows, :length].to(model.device)[policy_BT]
+        return tensor.view_as(rollout.policy)[rows][policy_BT].to(model.device)
 
     spans = None if credit.surrogate.level == "token" else _written_spans(rollout, rows).to(model.device)
-    head, target_R = resolve_head(model), ids_BT[policy_BT]
-    hidden_RH = policy_hidden(model, ids_BT, policy_BT, cache)
+    head, target_R = resolve_head(model), written(rollout.ids)
+    positions = {} if micro.positions is None else {"position_ids": micro.positions.to(model.device)}
+    ids_BT, written_BT = micro.ids.to(model.device), micro.written.to(model.device)
+    hidden_RH = policy_hidden(model, ids_BT, written_BT, micro.cache, **positions)
     result = linear_policy_loss(
         hidden_RH,
         head.weight,

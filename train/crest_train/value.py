@@ -21,7 +21,8 @@ from crest_train.chat import Chat
 from crest_train.config import Config, ValueSection
 from crest_train.continuations import Place, choose_places, continued_reward, generator_of_sessions
 from crest_train.credit import action_reward
-from crest_train.model import policy_hidden, shared_prompt
+from crest_train.model import policy_hidden
+from crest_train.packing import passes
 from crest_train.ranks import share, total
 from crest_train.sessions import Rollout
 
@@ -92,8 +93,8 @@ class StateValue:
     def _states(self, batch: Rollout, spans: Spans) -> Tensor:
         """The hidden states of the rollout, made once for estimate and learn."""
         if self._last is None or self._last[0] is not batch:
-            size = self.config.training.rows_per_micro_batch
-            states_SH = boundary_states(self.model, batch, spans, rows_per_micro_batch=size)
+            tokens = self.config.training.tokens_per_micro_batch
+            states_SH = boundary_states(self.model, batch, spans, tokens_per_micro_batch=tokens)
             self._last = batch, with_place(states_SH, batch)
         return self._last[1]
 
@@ -178,20 +179,17 @@ class ValueHead:
 
 
 @torch.no_grad()
-def boundary_states(model: PreTrainedModel, batch: Rollout, spans: Spans, *, rows_per_micro_batch: int) -> Tensor:
+def boundary_states(model: PreTrainedModel, batch: Rollout, spans: Spans, *, tokens_per_micro_batch: int) -> Tensor:
     """Hidden states [S,H] float32 of the policy where it begins each action; 0 for an action without a token."""
     action_BT = spans.action_of_token.view_as(batch.policy).long()
     first_BT = batch.policy & (action_BT != action_BT.roll(1, 1))
     states_SH = torch.zeros(spans.num_actions, model.get_output_embeddings().weight.shape[1], device=model.device)
     rows = share(batch.policy.any(1).nonzero().flatten().tolist())
-    for prompt, members in batch.by_prompt(rows):
-        with shared_prompt(model, prompt) as cache:
-            for start in range(0, len(members), rows_per_micro_batch):
-                part = members[start : start + rows_per_micro_batch]
-                length = int(batch.lengths[part].max())
-                ids_BT, first = (tensor[part, :length] for tensor in (batch.ids, first_BT))
-                hidden_RH = policy_hidden(model, ids_BT.to(model.device), first.to(model.device), cache())
-                states_SH[action_BT[part, :length][first].to(model.device)] = hidden_RH.float()
+    for part, cache in passes(model, batch, rows, tokens_per_micro_batch):
+        length = int(batch.lengths[part].max())
+        ids_BT, first = (tensor[part, :length] for tensor in (batch.ids, first_BT))
+        hidden_RH = policy_hidden(model, ids_BT.to(model.device), first.to(model.device), cache)
+        states_SH[action_BT[part, :length][first].to(model.device)] = hidden_RH.float()
     return total(states_SH)
 
 
