@@ -39,9 +39,9 @@ def explained(folder: RunFolder) -> Iterator[None]:
         if not out_of_memory(error):
             raise
         raise ValueError(
-            f"out of memory ({first_line(error)}); rollout.rows, evaluation.sessions and the micro-batch of [training] "
-            f"can be smaller in a run that goes on, `crest-train plan {folder.path / 'config.toml'}` says what fits; "
-            f"{folder.way_on}"
+            f"out of memory ({first_line(error)}); in a run that goes on, rollout.rows, evaluation.sessions and "
+            "training.tokens_per_micro_batch can be smaller, and policy.gradient_checkpointing true; "
+            f"`crest-train plan {folder.path / 'config.toml'}` says what fits; {folder.way_on}"
         ) from error
 
 

@@ -7,7 +7,10 @@ MAY_CHANGE = {
     "training.steps",
     "training.tokens_per_micro_batch",
     "training.bad_steps",
+    "policy.attention",
     "policy.device",
+    "policy.gradient_checkpointing",
+    "policy.liger",
     "rollout.rows",
     *(f"run.{key}" for key in ("threads", "checkpoint_every", "checkpoints_kept", "sessions_shown", "trackers")),
 }

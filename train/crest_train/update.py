@@ -19,7 +19,8 @@ from crest_ops import (
     resolve_head,
 )
 from crest_train.config import TrainingSection
-from crest_train.model import first_line, policy_hidden, recomputing
+from crest_train.failures import out_of_memory
+from crest_train.model import policy_hidden, recomputing
 from crest_train.packing import MicroBatch, micro_batches
 from crest_train.ranks import share, total, total_gradients
 from crest_train.sessions import Rollout
@@ -48,7 +49,6 @@ def update(
     The loss of a minibatch is minibatches * sum_N (weight * surrogate + distillation), however it is split into
     micro-batches and over processes: the weights come from the whole rollout. Rows whose credit is all zero are left
     out of the passes. A step whose loss or gradient is not finite is not made, and counted in `skipped_steps`.
-    Raises ValueError as `within_memory` does.
     teacher: for credit that distils over the whole vocabulary (signals.teacher_of).
     """
     rows = trained_rows(rollout, credit)
@@ -96,31 +96,18 @@ def update(
 def within_memory(accumulate: Callable[[TrainingSection], T], section: TrainingSection) -> tuple[T, TrainingSection]:
     """What accumulate gives, begun again once with micro-batches of half the tokens where it runs out of memory.
 
-    Returns with it the section whose micro-batches fitted. Raises ValueError when half do not fit either.
+    Returns with it the section whose micro-batches fitted. Raises the error of the second time.
     """
     try:
         return accumulate(section), section
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        if not out_of_memory(error):
             raise
     # Out here the error, and with it all that its frames held, is gone.
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     half = section.model_copy(update={"tokens_per_micro_batch": max(1, section.tokens_per_micro_batch // 2)})
-    try:
-        return accumulate(half), half
-    except RuntimeError as error:
-        if not _is_out_of_memory(error):
-            raise
-        raise ValueError(
-            f"training.tokens_per_micro_batch: micro-batches of {section.tokens_per_micro_batch} tokens, and of half "
-            f"as many, do not fit into memory ({first_line(error)}); wanted fewer of them, shorter sessions, or "
-            "policy.gradient_checkpointing = true; `crest-train plan` says what fits"
-        ) from error
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return accumulate(half), half
 
 
 def trained_rows(rollout: Rollout, credit: Credit) -> list[int]:
