@@ -18,6 +18,7 @@ ENVIRONMENTS = {
     "alfworld": "crest_train.environments.alfworld:Alfworld",
     "bfcl": "crest_train.environments.bfcl:Bfcl",
     "desk": "crest_train.environments.desk:Desk",
+    "trl": "crest_train.environments.adapters.trl:TrlEnvironment",
 }
 """Name -> where the class is; imported when first asked for."""
 
@@ -61,19 +62,30 @@ def _factory(name: str) -> Callable[..., Any]:
         raise ValueError(
             f"environment.name: unknown environment {name!r}; known: {', '.join(ENVIRONMENTS)}, or module:Class"
         )
-    module, _, attribute = where.partition(":")
-    if not module or not attribute.isidentifier():
-        raise ValueError(f"environment.name: found {name!r}, wanted module:Class")
-    here = os.getcwd()
-    if where == name and here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does; an installed command has its own folder there
     try:
-        factory = getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # of a module that is not the trainer's
-        raise ValueError(f"environment.name: could not import {where!r}: {_told(error)}") from error
+        factory = imported(where)
+    except ValueError as error:
+        raise ValueError(f"environment.name: {error}") from error
     if not callable(factory):
         raise ValueError(f"environment.name: {where!r} is a {type(factory).__name__}; wanted a class")
     return factory
+
+
+def imported(where: str) -> Any:
+    """What stands at "module:name"; the module is looked for in the current folder first.
+
+    Raises ValueError: not of this form, cannot be imported, has no such name.
+    """
+    module, _, attribute = where.partition(":")
+    if not module or not attribute.isidentifier():
+        raise ValueError(f"found {where!r}, wanted module:Class")
+    here = os.getcwd()
+    if not module.startswith("crest_train.") and here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does; an installed command has its own folder there
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:  # of a module that is not the trainer's
+        raise ValueError(f"could not import {where!r}: {_told(error)}") from error
 
 
 @lru_cache

@@ -70,7 +70,7 @@ def admissible(household: Household, world: World) -> dict[str, Callable[[], str
         if receptacle != at:
             commands[f"go to {receptacle}"] = lambda receptacle=receptacle: _go(world, receptacle)
     if held:
-        commands[f"examine {held}"] = lambda: _examine_object(household, world, held)
+        commands[f"examine {held}"] = lambda: _examine_object(world, held)
     if at is None:
         return commands
     commands[f"examine {at}"] = lambda: _examine_receptacle(world, at)
@@ -80,7 +80,6 @@ def admissible(household: Household, world: World) -> dict[str, Callable[[], str
     inside = [name for name, place in world.lies_in.items() if place == at]
     accessible = not openable(at) or at in world.opened
     for name in inside if accessible else ():
-        commands[f"examine {name}"] = lambda name=name: _examine_object(household, world, name)
         if not held and name != household.lamp:
             commands[f"take {name} from {at}"] = lambda name=name: _take(world, name)
     if household.lamp in inside:
@@ -213,10 +212,8 @@ def _examine_receptacle(world: World, receptacle: str) -> str:
     return f"The {receptacle} is open. In it, you see {inside}."
 
 
-def _examine_object(household: Household, world: World, name: str) -> str:
+def _examine_object(world: World, name: str) -> str:
     hot, cool, clean = ((name, state) in world.treated for state in ("hot", "cool", "clean"))
-    if name == household.lamp:
-        return f"This {name} is {'on' if world.lamp_used else 'off'}."
     words = ["hot"] * hot + ["cool" if clean else "cold"] * cool + ["clean"] * clean
     return f"This is a {' and '.join(words)} {name}." if words else f"There's nothing special about {name}."
 

@@ -1,0 +1,1 @@
+"""Environments written for other libraries, one file each: TRL, verifiers, OpenEnv."""
