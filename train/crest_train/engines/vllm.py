@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from crest_train.engines.merged import save_merged
 from crest_train.engines.protocol import Answer
 from crest_train.engines.vllm_requests import RequestWriter, checked_answer
 from crest_train.model import context_length
@@ -35,7 +36,7 @@ class VLLMEngine:
         if size() > 1:
             raise ValueError(f'rollout.engine: found vllm with {size()} processes, wanted "vllm_server" there')
         self.weights = tempfile.TemporaryDirectory(prefix="crest-weights-")
-        model.save_pretrained(self.weights.name)
+        save_merged(model, self.weights.name)
         self.llm = vllm.LLM(
             self.weights.name,
             skip_tokenizer_init=True,
@@ -54,7 +55,7 @@ class VLLMEngine:
 
     def push(self, model: PreTrainedModel) -> None:
         """Save the weights (in the folder for temporary files: TMPDIR) and have vLLM load them."""
-        model.save_pretrained(self.weights.name)
+        save_merged(model, self.weights.name)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": self.weights.name})
         self.llm.reset_prefix_cache()
 

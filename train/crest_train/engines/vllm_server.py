@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from crest_train.engines.merged import save_merged
 from crest_train.engines.protocol import Answer
 from crest_train.engines.vllm_requests import RequestWriter, checked_answer, parameters
 from crest_train.ranks import first_ahead, is_first
@@ -65,7 +66,7 @@ class VLLMServerEngine:
         """Save the weights (in the folder for temporary files: TMPDIR) and have the server load them."""
         with first_ahead():
             if is_first():
-                model.save_pretrained(self.weights.name)
+                save_merged(model, self.weights.name)
                 where = {"weights_path": self.weights.name}
                 self.call("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": where})
                 self.call("POST", "/reset_prefix_cache")
