@@ -176,20 +176,20 @@ def test_estimates_of_known_sessions():
     samples = [
         sample(0, 0, [1, 1], "base"),
         sample(0, 1, [1, 0], "base"),
-        sample(1, 0, [0], "base"),  # cut off in its first turn
+        sample(1, 0, [1], "base"),  # at the context's end before its second turn began
         sample(1, 1, [0, 0], "base"),
         sample(2, 0, [1, 1, 0], "long", num_turns=3),
         sample(2, 1, [1, 1, 1], "long", num_turns=3),
     ]
     found = {(row.category, row.measure): row.value for row in estimates(samples)}
     wanted = {
-        ("base", "turn_success"): 3 / 8,
+        ("base", "turn_success"): 4 / 8,
         ("base", "session_success"): 1 / 4,
         ("base", "pass@2"): 1 / 2,
         ("long", "turn_success"): 5 / 6,
         ("long", "session_success"): 1 / 2,
         ("long", "pass@2"): 1,
-        ("average", "turn_success"): (3 / 8 + 5 / 6) / 2,
+        ("average", "turn_success"): (4 / 8 + 5 / 6) / 2,
         ("average", "session_success"): 3 / 8,
         ("average", "pass@2"): 3 / 4,
     }

@@ -196,7 +196,7 @@ def report_differences(found: list[Difference], names: tuple[str, str], output: 
     for column in ("%", "", "sessions", "A", "B", "B - A", "better", "worse", "p"):
         table.add_column(column, justify="left" if column in ("%", "") else "right")
     for row in found:
-        counted = (str(row.wins), str(row.losses), f"{row.p:.3f}")
+        counted = (str(row.wins), str(row.losses), f"{row.p:.3f}" if row.p >= 0.0005 else "<0.001")
         values = (f"{100 * row.a:.1f}", f"{100 * row.b:.1f}", _cell(row, sign="+", to=" to "))
         table.add_row(
             row.category.replace("_", " "), row.measure.replace("_", " "), str(row.sessions), *values, *counted

@@ -18,8 +18,8 @@ def outcome_metrics(batch: Rollout, reward_B: torch.Tensor, group_size: int) -> 
     reward_B [B] float: of each session, group after group. reward_std: over all sessions, n - 1 below.
     frac_reward_zero_std: share of the groups in which all sessions earned the same. completions/*_length: tokens that
     the policy wrote in a session; clipped_ratio: share of the sessions that reached the model's context.
-    .../turn_k: the same of the k-th turn of the sessions that have one (a turn not reached failed); entropy/turn_k: of
-    the policy at its tokens there, mean, as they were sampled (nats).
+    turn_success/turn_k: of the sessions that have a k-th turn (not reached: failed). completions/mean_length/turn_k: in
+    the sessions that reached it. entropy/turn_k: of the policy at its tokens there, mean, as they were sampled (nats).
     """
     length_B = batch.policy.sum(1).float()
     grouped = reward_B.view(-1, group_size)
