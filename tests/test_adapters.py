@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 
 import pytest
 from crest_train.environments import make_environment
@@ -136,3 +137,17 @@ def test_calls_are_read_from_python_and_from_json():
     for text in ("f(1, 2, 3)", "f(1, a=2)", '{"name": "f", "arguments": 3}', "<tool_call>f(1)</tool_call>"):
         with pytest.raises(BadCall):
             parse(text, names)
+
+
+@pytest.mark.parametrize(
+    "name, package, options",
+    [
+        ("openenv", "openenv-core==0.3.0", {"url": "http://127.0.0.1:1"}),
+        ("verifiers", "verifiers==0.1.14", {"factory": f"{__name__}:Guess"}),
+    ],
+)
+def test_a_missing_library_is_told_with_what_brings_it(name, package, options, monkeypatch):
+    for module in ("openenv", "openenv.core", "openenv.core.generic_client", "verifiers"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=f"pip install '{package}'"):
+        make_environment(name, options)

@@ -18,7 +18,9 @@ ENVIRONMENTS = {
     "alfworld": "crest_train.environments.alfworld:Alfworld",
     "bfcl": "crest_train.environments.bfcl:Bfcl",
     "desk": "crest_train.environments.desk:Desk",
+    "openenv": "crest_train.environments.adapters.openenv:OpenEnvironment",
     "trl": "crest_train.environments.adapters.trl:TrlEnvironment",
+    "verifiers": "crest_train.environments.adapters.verifiers:VerifiersEnvironment",
 }
 """Name -> where the class is; imported when first asked for."""
 

@@ -28,9 +28,9 @@ class TrlEnvironment:
     row's columns; added to the class's `get_reward()` where it has one. One of the two is needed.
 
     Action: calls of the tools (adapters/calls.py). The session is one turn; it ends with an action without a call, or
-    after `max_actions` actions. Its reward has to lie in [0, 1]. What a tool raises is its reply, as in TRL. There is no
-    ground truth. Step.info: `error` (a call failed or could not be read), `feedback` (-1 after one, +1 when all calls
-    worked, 0 without calls).
+    after `max_actions` actions. Its reward has to lie in [0, 1]. What a tool raises is its reply, as in TRL. There is
+    no ground truth. Step.info: `error` (a call failed or could not be read), `feedback` (-1 after one, +1 when all
+    calls worked, 0 without calls).
     """
 
     num_turns = 1
