@@ -22,9 +22,9 @@ class VerifiersEnvironment:
     that is given. split: "train" or "eval" data set. Seeds run through its rows and wrap around.
 
     Action: a text, or calls of the environment's tools where it has some (adapters/calls.py). The session is one turn;
-    it ends when the environment's own conditions say so (`max_turns` at most `max_actions` is one) and is scored by its
-    rubric, whose reward has to lie in [0, 1]; what `max_actions` cuts off after calls that cannot be read has failed. There is no ground truth. Step.info: `error` (a call could not be read),
-    `feedback` (-1 after one, else 0).
+    it ends when the environment's own conditions say so (`max_turns`, at most `max_actions`, is one) and is scored by
+    its rubric, whose reward has to lie in [0, 1]; what `max_actions` cuts off behind calls that cannot be read has
+    failed. There is no ground truth. Step.info: `error` (a call could not be read), `feedback` (-1 after one, else 0).
     """
 
     num_turns = 1
