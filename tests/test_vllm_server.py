@@ -118,6 +118,10 @@ def bad(choice):
             lambda path, body: (404, b"{}") if path == "/collective_rpc" else None,
             "rpc answered 404: {}; .*DEV_MODE=1",
         ),
+        (
+            lambda path, body: (200, {"success": False}) if path == "/reset_prefix_cache" else None,
+            "/reset_prefix_cache kept what the old weights made",
+        ),
         (bad({"text": "a"}), "/v1/completions gave no token ids with log-probs, wanted .* vLLM 0.10.2"),
         (bad({"token_ids": [7], "logprobs": None}), "gave no token ids with log-probs"),
         (bad({"token_ids": [], "logprobs": {"token_logprobs": []}}), "gave 0 token ids and 0 log-probs"),

@@ -20,7 +20,7 @@ from crest_train.chat import make_chat
 from crest_train.config import PolicySection, load_config
 from crest_train.correction import rescore
 from crest_train.environments.desk import Desk
-from crest_train.model import load_pretrained
+from crest_train.loading import load_pretrained
 from crest_train.rollouts import Sampling, rollout
 
 SAMPLINGS = {
@@ -89,8 +89,9 @@ def main(folder, server=None):
     alike = sum(a == b for a, b in both_ids(played, again))
     print(f"the same seed again: {alike} of {len(again.sessions)} sessions alike")
 
+    embeddings = model.get_input_embeddings().weight  # a head tied to them is not reloaded on the CPU: see make_engine
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (parameter for parameter in model.parameters() if parameter is not embeddings):
             parameter.mul_(1 + 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     sampling = Sampling(max_action_tokens=12)
     stale = apart(model, play(engine, model, chat, sampling), sampling)

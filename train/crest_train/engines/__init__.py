@@ -8,9 +8,19 @@ from crest_train.engines.protocol import Engine
 
 
 def make_engine(section: RolloutSection, model: PreTrainedModel) -> Engine:
-    """The engine that the section names. Raises ValueError or ConnectionError where it is not there."""
+    """The engine that the section names.
+
+    Raises ValueError or ConnectionError where it is not there. ValueError too for vLLM beside a policy on the CPU whose
+    head is tied to its embeddings: vLLM 0.32 keeps a packed copy of such a head there, which new weights do not reach
+    (tests/vllm_conformance.txt).
+    """
     if section.engine == "transformers":
         return LockstepEngine(model)
+    if model.device.type == "cpu" and model.config.get_text_config().tie_word_embeddings:
+        raise ValueError(
+            f'rollout.engine: found "{section.engine}" on the CPU with a policy whose head is tied to its embeddings, '
+            'which vLLM does not reload there; wanted "transformers", a GPU, or a policy with a head of its own'
+        )
     if section.engine == "vllm":
         from crest_train.engines.vllm import VLLMEngine
 

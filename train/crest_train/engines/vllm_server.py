@@ -69,7 +69,10 @@ class VLLMServerEngine:
                 save_merged(model, self.weights.name)
                 where = {"weights_path": self.weights.name}
                 self.call("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": where})
-                self.call("POST", "/reset_prefix_cache")
+                if not self.call("POST", "/reset_prefix_cache")["success"]:
+                    raise self._failed(
+                        "/reset_prefix_cache", "kept what the old weights made: is it used by others too?"
+                    )
 
     def complete(self, ids: list[int], wanted: dict[str, Any]) -> Answer:
         """One request and its answer; wanted: the sampling's parameters."""
