@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crest_train.adapters import save_model
 from crest_train.config import Config, PolicySection, load_config, to_toml
 from crest_train.loading import read_pretrained
 from crest_train.model import first_line
@@ -93,7 +94,7 @@ def write_checkpoint(
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     numbers = {name: value for name, value in state.items() if name not in tensors}
     with made_whole(path) as folder:
-        model.save_pretrained(folder)
+        save_model(model, folder)
         tokenizer.save_pretrained(folder)
         save_file(_apart(tensors), folder / _OPTIMIZER)
         if value is not None:

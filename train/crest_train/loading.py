@@ -7,13 +7,11 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from crest_train.adapters import CONFIG, add_adapters, load_adapters
 from crest_train.config import PolicySection
 from crest_train.fetch import path_of
 from crest_train.model import first_line, recomputing_layers
 from crest_train.warm_start import built_in_policy
-
-ADAPTERS = "adapter_config.json"
-"""What a folder with adapters in place of a whole model has."""
 
 
 def first_policy(section: PolicySection, console: Console) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -23,8 +21,8 @@ def first_policy(section: PolicySection, console: Console) -> tuple[PreTrainedMo
     """
     model, tokenizer = _base(section, console)
     if section.lora.rank:
-        _add_adapters(model, section)
-    return _prepared(model, section), tokenizer
+        add_adapters(model, section)
+    return prepared(model, section), tokenizer
 
 
 def load_pretrained(folder: Path, section: PolicySection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -33,7 +31,7 @@ def load_pretrained(folder: Path, section: PolicySection) -> tuple[PreTrainedMod
     Raises ValueError when the folder is not one or is damaged.
     """
     path = folder.expanduser()
-    if not any((path / name).is_file() for name in ("config.json", ADAPTERS)):
+    if not any((path / name).is_file() for name in ("config.json", CONFIG)):
         raise ValueError(f"policy.model: {str(folder)!r} is no model folder (found no config.json in it)")
     try:
         return read_pretrained(path, section)
@@ -48,12 +46,11 @@ def read_pretrained(path: Path, section: PolicySection) -> tuple[PreTrainedModel
 
 def read_model(path: Path, section: PolicySection) -> PreTrainedModel:
     """The model alone; of a folder with adapters, the section's model with these."""
-    if not (path / ADAPTERS).is_file():
-        return _prepared(_read(path, section), section)
+    if not (path / CONFIG).is_file():
+        return prepared(_read(path, section), section)
     model, _ = _base(section, Console(quiet=True))
-    model.load_adapter(str(path), is_trainable=True)
-    _place(model)
-    return _prepared(model, section)
+    load_adapters(model, path)
+    return prepared(model, section)
 
 
 def check_policy_section(section: PolicySection) -> None:
@@ -107,25 +104,7 @@ def _place(model: PreTrainedModel) -> None:
         tensor.data = tensor.data.clone()
 
 
-def _add_adapters(model: PreTrainedModel, section: PolicySection) -> None:
-    from peft import LoraConfig
-
-    lora = section.lora
-    try:
-        model.add_adapter(
-            LoraConfig(
-                task_type="CAUSAL_LM",
-                r=lora.rank,
-                lora_alpha=lora.alpha,
-                target_modules=lora.targets,
-                base_model_name_or_path=section.model,
-            )
-        )
-    except ValueError as error:
-        raise ValueError(f"policy.lora.targets: {first_line(error)}") from error
-
-
-def _prepared(model: PreTrainedModel, section: PolicySection) -> PreTrainedModel:
+def prepared(model: PreTrainedModel, section: PolicySection) -> PreTrainedModel:
     """The model with recomputed activations and Liger's kernels where the section asks for them."""
     if section.gradient_checkpointing:
         # transformers 5.24 renamed it

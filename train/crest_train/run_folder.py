@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crest_train.adapters import save_model
 from crest_train.checkpoint import Checkpoint, write_checkpoint
 from crest_train.config import Config, PolicySection, to_toml
 from crest_train.loading import read_model
@@ -189,7 +190,7 @@ class RunFolder:
     def save_reference(self, model: PreTrainedModel) -> None:
         """Keep the policy as it is now, whole or not at all."""
         with made_whole(self.reference) as folder:
-            model.save_pretrained(folder)
+            save_model(model, folder)
 
     def restore_reference(self, section: PolicySection) -> PreTrainedModel:
         """The policy that `save_reference` kept, frozen. Raises ValueError when it is damaged."""
