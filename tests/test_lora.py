@@ -1,4 +1,4 @@
-"""Adapters of low rank: they alone learn and are kept; a run with them goes on bit for bit; rollouts and scorers have them."""
+"""Adapters of low rank: they alone learn and are kept; a run with them goes on bit for bit; the reference has them."""
 
 import pytest
 import torch

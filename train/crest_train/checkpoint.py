@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crest_train.adapters import save_model
 from crest_train.config import Config, PolicySection, load_config, to_toml
 from crest_train.loading import read_pretrained
+from crest_train.lora import save_model
 from crest_train.model import first_line
 from crest_train.whole import made_whole
 

@@ -7,9 +7,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from crest_train.adapters import CONFIG, add_adapters, load_adapters
 from crest_train.config import PolicySection
 from crest_train.fetch import path_of
+from crest_train.lora import CONFIG, add_adapters, load_adapters
 from crest_train.model import first_line, recomputing_layers
 from crest_train.warm_start import built_in_policy
 

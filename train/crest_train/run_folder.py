@@ -18,10 +18,10 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crest_train.adapters import save_model
 from crest_train.checkpoint import Checkpoint, write_checkpoint
 from crest_train.config import Config, PolicySection, to_toml
 from crest_train.loading import read_model
+from crest_train.lora import save_model
 from crest_train.model import first_line
 from crest_train.ranks import from_first, is_first
 from crest_train.whole import damage, made_whole, synced, write_whole

@@ -49,7 +49,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
 
     (config,) = model.peft_config.values()
     config.save_pretrained(folder)
-    tensors = get_peft_model_state_dict(model)
+    tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
     save_file({_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}, folder / _WEIGHTS)
 
 
