@@ -14,13 +14,14 @@ from toy import WORDS, toy_tokenizer
 from toy_runs import drawn, last_of, toy_config
 
 TESTS = Path(__file__).parent
-TIMES = 5
+TIMES = 4
 """Of each kind: 20 moments in all."""
 KINDS = {
     "llama": {},
     "reference": {"method": {"name": "trace", "session_reward": "mean"}},
     "value": {"method": {"name": "factor", "session_reward": "mean", "options": {"warmup": 1}}, "value": {"replay": 2}},
-    "built-in": {"policy": {"model": "tiny"}, "warm_start": {"steps": 6, "rate": 5e-3, "sessions": 4}},
+    "adapters": {"policy": {"dtype": "bfloat16", "lora": {"rank": 2}}},
+    "built-in": {"warm_start": {"steps": 6, "rate": 5e-3, "sessions": 4}},
 }
 
 
@@ -41,7 +42,8 @@ def runs(policy_folder, tmp_path_factory):
             "evaluation": {"sessions": 4, "every": 2},
             "run": {"seed": 1, "threads": 1, "checkpoint_every": 2},
         }
-        config = toy_config(policy_folder, **common | changes | {"policy": {"model": str(model)}})
+        policy = changes.get("policy", {}) | {"model": str(model)}
+        config = toy_config(policy_folder, **common | changes | {"policy": policy})
         paths.append(folder / f"{kind}.toml")
         paths[-1].write_text(to_toml(config))
     done = subprocess.run(

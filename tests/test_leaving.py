@@ -188,3 +188,29 @@ def test_bad_steps_in_a_row_are_counted():
     for found in (lines(0, 1, 1, 1), [*lines(1, 1, 1), evaluation]):
         with pytest.raises(ValueError, match=r"step \d: the loss or its gradient was not finite in 3 steps in a row"):
             refuse_bad_steps(found, 3)
+
+
+def test_steps_that_are_not_finite_end_the_run(policy_folder, tmp_path, monkeypatch):
+    config = toy_config(
+        policy_folder,
+        training={"steps": 6, "rate": 1e-3, "bad_steps": 2},
+        evaluation={"sessions": 2, "every": 0},
+        run={"seed": 1, "threads": 1, "checkpoint_every": 1},
+    )
+    assign = loop.assign_credit
+
+    def poisoned(spans, signals, section, step):
+        credit = assign(spans, signals, section, step)
+        if step >= 3:
+            for factor in (credit.credit_N, credit.token_weight_N):
+                factor.mul_(1e30)  # each is finite, and their product is not
+        return credit
+
+    monkeypatch.setattr(loop, "assign_credit", poisoned)
+    with pytest.raises(ValueError, match="step 4: .* in 2 steps in a row .training.bad_steps = 2., from step 3 on"):
+        quiet_train(config, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    steps = [line for line in folder.metrics() if line["event"] == "step"]
+    assert [line["skipped_steps"] > 0 for line in steps] == [False, False, True, True]
+    two, three = (folder.checkpoints / f"step-0000{step}" / "model.safetensors" for step in (2, 3))
+    assert two.read_bytes() == three.read_bytes()

@@ -56,7 +56,7 @@ def refuse_bad_steps(lines: list[dict[str, Any]], limit: int) -> None:
     lines: of metrics.jsonl.
     """
     steps = [line for line in lines if line["event"] == "step"]
-    bad = len(list(takewhile(lambda line: line.get("skipped_steps", 0) > 0, reversed(steps))))
+    bad = len(list(takewhile(lambda line: line["skipped_steps"] > 0, reversed(steps))))
     if bad >= limit:
         raise ValueError(
             f"step {steps[-1]['step']}: the loss or its gradient was not finite in {bad} steps in a row "

@@ -187,7 +187,7 @@ def run(config: Config, folder: RunFolder, console: Console, leave: Leaving) -> 
                 done, random = step, random_states()
                 log("step", step, **metrics, peak_memory_mib=peak_memory_mib())
                 show(step, "turn {turn_success:.3f}  session {session_success:.3f}  loss {loss:+.4f}".format(**metrics))
-                if is_first() and metrics.get("skipped_steps"):
+                if is_first() and metrics["skipped_steps"]:
                     refuse_bad_steps(folder.metrics(), config.training.bad_steps)
                 if step == total or due(step, config.run.checkpoint_every):
                     title = f"{config.method.name} on {config.environment.name}, step {step}"

@@ -12,6 +12,7 @@ MAY_CHANGE = {
     "policy.gradient_checkpointing",
     "policy.liger",
     "rollout.rows",
+    "rollout.server",
     *(f"run.{key}" for key in ("threads", "checkpoint_every", "checkpoints_kept", "sessions_shown", "trackers")),
 }
 """Keys, beside all of [evaluation], that change neither what is learned nor from what, but how long, how far and where:
