@@ -178,14 +178,18 @@ def test_torch_cannot_allocate_in_words_that_are_known():
 
 
 def lines(*skipped):
-    return [{"event": "step", "step": step, "skipped_steps": number} for step, number in enumerate(skipped, 1)]
+    """Steps that skipped so many optimizer steps; None: there was no credit, and nothing to skip."""
+    return [
+        {"event": "step", "step": step, "skipped_steps": number or 0, "trained_rows": 0 if number is None else 4}
+        for step, number in enumerate(skipped, 1)
+    ]
 
 
 def test_bad_steps_in_a_row_are_counted():
-    for found in (lines(), lines(0, 0), lines(2, 1, 0), lines(1, 1, 0, 1, 2), lines(1, 0, 1)):
+    for found in (lines(), lines(0, 0), lines(2, 1, 0), lines(1, 1, 0, 1, 2), lines(1, 0, 1), lines(1, None, 1, 0)):
         refuse_bad_steps(found, 3)
     evaluation = {"event": "evaluation", "step": 3}
-    for found in (lines(0, 1, 1, 1), [*lines(1, 1, 1), evaluation]):
+    for found in (lines(0, 1, 1, 1), lines(1, None, 1, None, 1), [*lines(1, 1, 1), evaluation]):
         with pytest.raises(ValueError, match=r"step \d: the loss or its gradient was not finite in 3 steps in a row"):
             refuse_bad_steps(found, 3)
 
@@ -195,7 +199,7 @@ def test_steps_that_are_not_finite_end_the_run(policy_folder, tmp_path, monkeypa
         policy_folder,
         training={"steps": 6, "rate": 1e-3, "bad_steps": 2},
         evaluation={"sessions": 2, "every": 0},
-        run={"seed": 1, "threads": 1, "checkpoint_every": 1},
+        run={"seed": 1, "threads": 1, "checkpoint_every": 1, "checkpoints_kept": 4},
     )
     assign = loop.assign_credit
 
@@ -207,10 +211,11 @@ def test_steps_that_are_not_finite_end_the_run(policy_folder, tmp_path, monkeypa
         return credit
 
     monkeypatch.setattr(loop, "assign_credit", poisoned)
-    with pytest.raises(ValueError, match="step 4: .* in 2 steps in a row .training.bad_steps = 2., from step 3 on"):
+    with pytest.raises(ValueError, match="step 6: .* in 2 steps in a row .training.bad_steps = 2., from step 3 on"):
         quiet_train(config, tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
     steps = [line for line in folder.metrics() if line["event"] == "step"]
-    assert [line["skipped_steps"] > 0 for line in steps] == [False, False, True, True]
-    two, three = (folder.checkpoints / f"step-0000{step}" / "model.safetensors" for step in (2, 3))
-    assert two.read_bytes() == three.read_bytes()
+    assert [(line["trained_rows"], line["skipped_steps"]) for line in steps[2:]] == [(8, 2), (0, 0), (0, 0), (4, 2)]
+    assert folder.steps() == [2, 3, 4, 5]
+    two, five = (folder.checkpoints / f"step-0000{step}" / "model.safetensors" for step in (2, 5))
+    assert two.read_bytes() == five.read_bytes()

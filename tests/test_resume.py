@@ -155,6 +155,12 @@ def test_lock_of_a_killed_process_does_not_block(policy_folder, tmp_path):
     assert quiet_train(toy_config(policy_folder, training={"steps": 1}), tmp_path / "run").steps() == [0, 1]
 
 
+def test_folder_of_a_run_killed_in_its_first_write_is_taken(policy_folder, tmp_path):
+    (tmp_path / ".lock").touch()
+    (tmp_path / "config.toml.tmp").write_text("[pol")
+    assert quiet_train(toy_config(policy_folder, training={"steps": 1}), tmp_path).steps() == [0, 1]
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_start_that_fails_does_not_block_a_corrected_one(policy_folder, tmp_path, exists):
     output = tmp_path / "run"

@@ -53,9 +53,9 @@ def out_of_memory(error: BaseException) -> bool:
 def refuse_bad_steps(lines: list[dict[str, Any]], limit: int) -> None:
     """Raise ValueError when each of the last `limit` steps skipped an optimizer step, its loss or gradient not finite.
 
-    lines: of metrics.jsonl.
+    lines: of metrics.jsonl; steps without credit, which learn nothing, are passed over.
     """
-    steps = [line for line in lines if line["event"] == "step"]
+    steps = [line for line in lines if line["event"] == "step" and line["trained_rows"]]
     bad = len(list(takewhile(lambda line: line["skipped_steps"] > 0, reversed(steps))))
     if bad >= limit:
         raise ValueError(

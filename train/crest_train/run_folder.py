@@ -78,7 +78,7 @@ def _make_folder(config: Config, output: Path | None) -> tuple[Path, bool]:
         output.mkdir(parents=True, exist_ok=True)
         return output, True
     names = {path.name for path in output.iterdir()} if output.is_dir() else {output.name}
-    if names - {_LOCK} and not (output / _CONFIG).is_file():
+    if names - {_LOCK, f"{_CONFIG}.tmp"} and not (output / _CONFIG).is_file():
         raise ValueError(f"--output: {output} exists and holds no run; name a new or an empty folder")
     return output, False
 
