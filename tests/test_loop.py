@@ -1,7 +1,6 @@
 """The loop: same seed same run, gradients that no split changes, what a run leaves behind."""
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -15,14 +14,15 @@ from crest_train.environments import FIRST_HELD_OUT_SEED
 from crest_train.evaluate import evaluate
 from crest_train.imitation import imitate
 from crest_train.loop import train
+from crest_train.recording import read_rollouts
 from crest_train.report import closing_table, grpo_reference
 from crest_train.rollouts import Sampling, rollout
 from crest_train.signals import Scorers, gather
 from crest_train.teacher import teacher_gap
-from crest_train.trajectories import trajectories_page
 from crest_train.update import update
+from crest_train.view import page_data
 from rich.console import Console
-from toy import HINT, Toy, toy_model, toy_tokenizer
+from toy import HINT, WORDS, Toy, toy_model, toy_tokenizer
 from toy_runs import assert_same_run, drawn, quiet_train, toy_config
 
 from crest_ops import Credit, PPOClip
@@ -47,7 +47,8 @@ def test_what_a_run_leaves(policy_folder, finished):
         "config.toml",
         "curves.png",
         "metrics.jsonl",
-        "trajectories.html",
+        "records",
+        "view.html",
     }
     events = [(line["event"], line["step"]) for line in finished.metrics()]
     assert events[:2] == [("warm_start", 0), ("evaluation", 0)]
@@ -62,9 +63,11 @@ def test_what_a_run_leaves(policy_folder, finished):
     step = finished.metrics()[2]
     assert {"turn_success", "session_success", "loss", "entropy", "teacher_gap", "share_amplified"} <= set(step)
     assert all(math.isfinite(value) for key, value in step.items() if key != "event")
-    page = (finished.path / "trajectories.html").read_text()
-    assert page.count("<h2>") == config.run.sessions_shown and "<user>" not in page
-    assert page.count("<div>turn 1, ") == page.count("<div>turn 2, ") == config.run.sessions_shown
+    assert [path.name for path in finished.records.iterdir()] == ["step-00004.jsonl"]
+    ((played, group),) = read_rollouts(finished.records / "step-00004.jsonl", len(WORDS))
+    assert group.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert [session.seed for session in played.sessions[::4]] == session_seeds(config, 4)[::4]
+    assert len(page_data(finished.path)["sessions"]) == 12
     console = Console(record=True, width=100, file=open("/dev/null", "w"))
     console.print(closing_table(finished.metrics(), config))
     for words in ("turn success (held out)", "session success", "tokens/s", "peak memory", "minutes"):
@@ -95,18 +98,6 @@ def test_run_without_any_signal_says_so_once(policy_folder, tmp_path, capsys, en
     train(config, tmp_path / "run", Console(width=60))
     said = capsys.readouterr().out
     assert said.count("nothing was learned") == said.count("[warm_start]") == times
-
-
-def test_page_colours_only_tokens_with_credit():
-    """Credit +2, -1 and 0: green at full strength, red at half, no colour."""
-    played = play(toy_model(), [Toy(1), Toy(1)])
-    credit_BT = torch.zeros(played.policy.shape)
-    credit_BT[0, played.policy[0].nonzero()[0]] = 2.0
-    credit_BT[1, played.policy[1].nonzero()[0]] = -1.0
-    credit = Credit(credit_BT.flatten(), torch.ones(credit_BT.numel()), PPOClip(0.2, 0.28))
-    page = trajectories_page("title", played, credit, toy_tokenizer(), 2)
-    assert re.findall(r"rgba\([^)]*\)", page) == ["rgba(0, 150, 60, 1.00)", "rgba(210, 40, 40, 0.50)"]
-    assert page.count("<b ") == played.policy.sum() and page.count("<b title=") == played.policy.sum() - 2
 
 
 def play(model, toys, group_size=4, seed=0):

@@ -109,7 +109,8 @@ def test_start_that_came_to_nothing_leaves_no_trace(policy_folder, finished, tmp
     folder = RunFolder(tmp_path)
     folder.begin(toy_config(policy_folder, training={"steps": 9}))
     folder.log("warm_start", 0, loss=9.0)
-    folder.write("trajectories.html", "old")
+    folder.write("view.html", "old")
+    folder.write("records/step-00004.jsonl", "old")
     assert_same_run(quiet_train(toy_config(policy_folder), folder.path), finished)
 
 
@@ -257,7 +258,7 @@ def test_safe_keys_may_change_and_others_are_refused_by_name(policy_folder, tmp_
     folder = RunFolder(tmp_path / "run")
     shutil.copytree(finished.path, folder.path)
     run = {"seed": 1, "threads": 1, "checkpoint_every": 2}
-    refused = toy_config(policy_folder, method={"name": "trace"}, run=run | {"seed": 2, "sessions_shown": 1})
+    refused = toy_config(policy_folder, method={"name": "trace"}, run=run | {"seed": 2, "records": 1})
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     with pytest.raises(ValueError) as stop:
         quiet_train(refused, folder.path)
@@ -268,10 +269,10 @@ def test_safe_keys_may_change_and_others_are_refused_by_name(policy_folder, tmp_
     with pytest.raises(ValueError, match="training.steps: found 3, but the run has 4 behind it"):
         quiet_train(toy_config(policy_folder, training={"steps": 3, "rate": 1e-3}), folder.path)
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
-    safe = toy_config(policy_folder, run=run | {"sessions_shown": 1}, evaluation={"sessions": 4, "every": 1})
+    safe = toy_config(policy_folder, run=run | {"records": 1}, evaluation={"sessions": 4, "every": 1})
     train(safe, folder.path, Console(width=40))
     said = capsys.readouterr().out
-    assert "changed since then: evaluation.sessions 20 -> 4, evaluation.every 2 -> 1, run.sessions_shown 6 -> 1" in said
+    assert "changed since then: evaluation.sessions 20 -> 4, evaluation.every 2 -> 1, run.records 10 -> 1" in said
     assert load_config(folder.path / "config.toml") == safe
 
 

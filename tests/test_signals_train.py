@@ -355,7 +355,7 @@ def test_every_method_runs_by_name_on_desk(desk_policy, tmp_path, method):
         "rollout": {"sessions": 2, "group_size": 3},
         "training": {"steps": 1},
         "evaluation": {"sessions": 2},
-        "run": {"threads": 1, "sessions_shown": 1},
+        "run": {"threads": 1, "records": 0},
     }
     folder = quiet_train(load_config(None, tables), tmp_path / "run")
     lines = [line for line in folder.metrics() if line["event"] == "step"]

@@ -244,6 +244,19 @@ def evaluate(
 
 
 @app.command()
+def view(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, finished or under way.")],
+    output: Annotated[Path | None, typer.Option(help="Default: view.html in the run's folder.")] = None,
+) -> None:
+    """Write one HTML file to look at a run: curves, and its sessions turn by turn, every token with its numbers."""
+    _refuse_several("view")
+    from crest_train.view import write_view  # late: help needs no pydantic
+
+    page = write_view(folder, output or folder / "view.html")
+    Console().print(f"open in a browser: {page.resolve().as_uri()}", soft_wrap=True, highlight=False, markup=False)
+
+
+@app.command()
 def fetch(
     names: Annotated[list[str], typer.Argument(help="What to download into the user's cache: smollm2, bfcl.")],
 ) -> None:

@@ -209,6 +209,7 @@ class RunSection(Section):
     """seed: of everything drawn; threads: of torch (0: torch's own choice); checkpoint_every: steps (0: ends only).
 
     checkpoints_kept: the last ones, so that a damaged one costs the steps since the one before.
+    records: steps between those whose sessions are kept token by token (see records.py), the last always; 0: none.
     trackers: where the run is shown while it goes on, beside metrics.jsonl.
     """
 
@@ -216,7 +217,7 @@ class RunSection(Section):
     threads: int = Field(0, ge=0, le=1024)
     checkpoint_every: int = Field(10, ge=0)
     checkpoints_kept: int = Field(2, ge=1)
-    sessions_shown: int = Field(6, ge=0)
+    records: int = Field(10, ge=0)
     trackers: list[Literal["tensorboard", "trackio", "wandb"]] = []
 
 

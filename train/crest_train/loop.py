@@ -1,5 +1,6 @@
 """The training loop, from top to bottom: rollout -> verify -> signals -> credit -> loss -> step -> log."""
 
+import shlex
 import time
 from pathlib import Path
 
@@ -24,16 +25,18 @@ from crest_train.loading import check_policy_section, first_policy
 from crest_train.metrics import credit_metrics, outcome_metrics, peak_memory_mib, teacher_metrics
 from crest_train.model import check_policy, context_length
 from crest_train.optimizer import check_optimizer, make_optimizer
+from crest_train.probe_credit import token_statistics
 from crest_train.ranks import first_ahead, from_first, is_first, joined, weights_from_first
+from crest_train.records import records_of
 from crest_train.report import closing_table, draw_curves, grpo_reference
 from crest_train.resuming import accepted_changes
 from crest_train.rollouts import rollout
 from crest_train.run_folder import RunFolder, claim_run
 from crest_train.signals import Scorers, check_environment, gather, reads_gold, teacher_of
 from crest_train.trackers import Log, check_trackers
-from crest_train.trajectories import trajectories_page
 from crest_train.update import update
 from crest_train.value import StateValue
+from crest_train.view import write_view
 
 
 def train(config: Config, output: Path | None = None, console: Console | None = None) -> RunFolder:
@@ -189,10 +192,11 @@ def run(config: Config, folder: RunFolder, console: Console, leave: Leaving) -> 
                 show(step, "turn {turn_success:.3f}  session {session_success:.3f}  loss {loss:+.4f}".format(**metrics))
                 if is_first() and metrics["skipped_steps"]:
                     refuse_bad_steps(folder.metrics(), config.training.bad_steps)
+                if config.run.records and (step == total or due(step, config.run.records)):
+                    logp, *_ = token_statistics(model, batch, config)
+                    kept = records_of(step, batch, group, credit, signals, logp, tokenizer)
+                    folder.write(f"records/step-{step:05d}.jsonl", kept)
                 if step == total or due(step, config.run.checkpoint_every):
-                    title = f"{config.method.name} on {config.environment.name}, step {step}"
-                    page = trajectories_page(title, batch, credit, tokenizer, config.run.sessions_shown)
-                    folder.write("trajectories.html", page)
                     keep()
             engine.push(model)
             evaluate_where_due(folder, log, model, chat, config, step, console, engine)
@@ -230,7 +234,7 @@ def evaluate_where_due(
 
 
 def finish(folder: RunFolder, config: Config, console: Console) -> None:
-    """Draw the curves and print the closing table."""
+    """Draw the curves, write the page and print the closing table."""
     lines = folder.metrics()
     draw_curves(lines, folder.path / "curves.png")
     console.print(closing_table(lines, config))
@@ -245,4 +249,7 @@ def finish(folder: RunFolder, config: Config, console: Console) -> None:
             markup=False,
             soft_wrap=True,
         )
+    page = write_view(folder.path, folder.path / "view.html")
+    again = shlex.join(["crest-train", "view", str(folder.path)])
+    console.print(f"sessions, token by token: {page} ({again} writes it anew)", soft_wrap=True, highlight=False)
     console.print(f"run folder: {folder.path}", soft_wrap=True)

@@ -13,7 +13,7 @@ MAY_CHANGE = {
     "policy.liger",
     "rollout.rows",
     "rollout.server",
-    *(f"run.{key}" for key in ("threads", "checkpoint_every", "checkpoints_kept", "sessions_shown", "trackers")),
+    *(f"run.{key}" for key in ("threads", "checkpoint_every", "checkpoints_kept", "records", "trackers")),
 }
 """Keys, beside all of [evaluation], that change neither what is learned nor from what, but how long, how far and where:
 a run goes on with other values of these, bit for bit the same only as far as they leave the arithmetic alone."""

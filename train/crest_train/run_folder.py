@@ -90,6 +90,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.reference = path / "reference"
+        self.records = path / "records"
 
     @property
     def command(self) -> str:
@@ -128,13 +129,15 @@ class RunFolder:
 
     def begin(self, config: Config) -> None:
         """Write the resolved configuration; what a run without a checkpoint left there goes."""
-        for name in (_METRICS, "trajectories.html", "curves.png"):
+        for name in (_METRICS, "view.html", "curves.png"):
             (self.path / name).unlink(missing_ok=True)
-        shutil.rmtree(self.reference, ignore_errors=True)
+        for folder in (self.reference, self.records):
+            shutil.rmtree(folder, ignore_errors=True)
         self.write(_CONFIG, to_toml(config))
 
     def write(self, name: str, text: str) -> None:
-        """Write a text file in one piece."""
+        """Write a text file in one piece; the folder that it is in is made."""
+        (self.path / name).parent.mkdir(exist_ok=True)
         write_whole(self.path / name, text)
 
     def log(self, event: str, step: int, **values: Any) -> None:
@@ -147,7 +150,9 @@ class RunFolder:
         return [line for line in map(_metrics_line, self._written_lines()) if line]
 
     def forget_after(self, step: int) -> int:
-        """Drop the metrics of later steps, which are about to be made again, and put damaged checkpoints of them aside.
+        """Drop the metrics and records of later steps, which are about to be made again.
+
+        Damaged checkpoints of them are put aside.
 
         Returns how many lines of metrics before the last were damaged; these go too.
         """
@@ -157,6 +162,9 @@ class RunFolder:
             aside = later.with_name(f"{later.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
             later.rename(aside)
+        for path in self.records.glob("step-*.jsonl"):
+            if int(path.stem.removeprefix("step-")) > step:
+                path.unlink()
         written = self._written_lines()
         self.write(_METRICS, "".join(json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step))
         return sum(_metrics_line(line) is None for line in written[:-1])
