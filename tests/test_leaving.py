@@ -28,7 +28,7 @@ def without_curves():
 
 @pytest.fixture(scope="module")
 def config(policy_folder):
-    run = {"seed": 1, "threads": 1, "checkpoint_every": 3}
+    run = {"seed": 1, "threads": 1, "checkpoint_every": 3, "records": 3}
     return toy_config(policy_folder, run=run, evaluation={"sessions": 4, "every": 3})
 
 
@@ -123,9 +123,9 @@ def fill(path):
             file.write(bytes(4096))
 
 
-@pytest.mark.parametrize(("name", "number"), [("outcome_metrics", 3), ("trajectories_page", 1), ("evaluate", 2)])
+@pytest.mark.parametrize(("name", "number"), [("outcome_metrics", 3), ("records_of", 1), ("evaluate", 2)])
 def test_full_disk(config, finished, small_disk, monkeypatch, capsys, name, number):
-    """Full before the line of a step's metrics, before the page and the checkpoint, before an evaluation's line."""
+    """Full before the line of a step's metrics, before the records and the checkpoint, before an evaluation's line."""
     output, filler = small_disk / "run", small_disk / "filler"
     with (
         at_call(monkeypatch, name, number, lambda: filler.exists() or fill(filler)),
