@@ -1,20 +1,33 @@
 /* ---- what colours a token ---- */
 
+/* centre: of what has two sides; of: where the value is not recorded as such. */
 const MEASURES = {
-  credit: { name: "Credit", centre: 0, of: (action, i) => action.credit?.[i] },
-  teacher_gap: { name: "Teacher gap", centre: 0, unit: "nats", of: (action, i) => action.teacher_gap?.[i] },
-  entropy: { name: "Entropy", unit: "nats", of: (action, i) => action.entropy?.[i] },
-  ratio: { name: "Ratio", centre: 1, of: (action, i) => action.ratio?.[i] },
-  surprisal: { name: "Surprisal", unit: "nats", of: (action, i) => (action.logp?.length ? -action.logp[i] : undefined) },
+  credit: { name: "Credit", about: "what the method gives the token", centre: 0 },
+  teacher_gap: { name: "Teacher gap", about: "log-prob with the hint minus without", centre: 0, unit: "nats" },
+  entropy: { name: "Entropy", about: "of the policy where it wrote the token", unit: "nats" },
+  ratio: { name: "Ratio", about: "the token's probability after the step's update over before", centre: 1 },
+  surprisal: { name: "Surprisal", about: "minus its log-prob", unit: "nats", of: (action, i) => -action.logp?.[i] },
 };
 const MORE = { token_weight: "Token weight", distill: "Distillation weight", sampler_logp: "Sampler log-prob" };
 
-const valuesOf = (session, measure) => session.actions.flatMap((action) => action.tokens.map((_, i) => MEASURES[measure].of(action, i))).filter((value) => value !== undefined);
+function valueOf(measure, action, i) {
+  const value = MEASURES[measure].of ? MEASURES[measure].of(action, i) : action[measure]?.[i];
+  return Number.isFinite(value) ? value : undefined;
+}
+
+const valuesOf = (session, measure) =>
+  session.actions
+    .flatMap((action) => action.tokens.map((_, i) => valueOf(measure, action, i)))
+    .filter((value) => value !== undefined);
 
 /** The distance from the centre that has the full colour: only one token in fifty lies beyond. */
 function reach(sessions, measure) {
   const centre = MEASURES[measure].centre ?? 0;
-  const sizes = sessions.flatMap((session) => valuesOf(session, measure)).map((value) => Math.abs(value - centre)).filter((size) => size > 0).sort((a, b) => a - b);
+  const sizes = sessions
+    .flatMap((session) => valuesOf(session, measure))
+    .map((value) => Math.abs(value - centre))
+    .filter((size) => size > 0)
+    .sort((a, b) => a - b);
   return sizes.length ? sizes[Math.ceil(0.98 * sizes.length) - 1] : 0;
 }
 
@@ -22,7 +35,8 @@ function colour(token, value, measure, full) {
   const centre = MEASURES[measure].centre;
   const size = full && value !== undefined ? Math.min(1, Math.abs(value - (centre ?? 0)) / full) : 0;
   const hue = centre === undefined ? "--much" : value > centre ? "--above" : "--below";
-  token.style.background = size > 0.004 ? `color-mix(in srgb, var(${hue}) ${Math.round(8 + 52 * size)}%, transparent)` : "";
+  token.style.background =
+    size > 0.004 ? `color-mix(in srgb, var(${hue}) ${Math.round(8 + 52 * size)}%, transparent)` : "";
   token.classList.toggle("above", centre !== undefined && size > 0.004 && value > centre);
   token.classList.toggle("below", centre !== undefined && size > 0.004 && value < centre);
 }
@@ -54,15 +68,29 @@ function point(token) {
   numbers.hidden = !token;
   if (!token) return;
   const { action, place } = token;
-  const rows = Object.entries(MEASURES).map(([key, { name, unit, centre, of }]) => [key, name + (unit ? ` (${unit})` : ""), of(action, place), centre === 0]);
+  const rows = Object.entries(MEASURES).map(([key, { name, unit, centre }]) => [
+    key,
+    name + (unit ? ` (${unit})` : ""),
+    valueOf(key, action, place),
+    centre === 0,
+  ]);
   rows.push(...Object.entries(MORE).map(([key, name]) => [key, name, action[key]?.[place], key === "distill"]));
   const logp = action.logp?.[place];
   if (logp !== undefined) rows.push(["probability", "Probability", Math.exp(logp), false]);
-  const list = rows.filter(([, , value]) => value !== undefined).flatMap(([key, name, value, signed]) => {
-    const now = key === state.measure ? "now" : undefined;
-    return [element("dt", { class: now }, name), element("dd", { class: now, "data-number": key }, shown(value, signed))];
-  });
-  numbers.replaceChildren(element("code", {}, JSON.stringify(token.text)), ` id ${token.id}`, element("dl", {}, ...list));
+  const list = rows
+    .filter(([, , value]) => value !== undefined)
+    .flatMap(([key, name, value, signed]) => {
+      const now = key === state.measure ? "now" : undefined;
+      return [
+        element("dt", { class: now }, name),
+        element("dd", { class: now, "data-number": key }, shown(value, signed)),
+      ];
+    });
+  numbers.replaceChildren(
+    element("code", {}, JSON.stringify(token.text)),
+    ` id ${token.id}`,
+    element("dl", {}, ...list),
+  );
   const box = token.getBoundingClientRect();
   const left = Math.max(8, Math.min(box.left, document.documentElement.clientWidth - numbers.offsetWidth - 8));
   const below = box.bottom + 8 + numbers.offsetHeight < innerHeight;
