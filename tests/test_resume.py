@@ -110,8 +110,18 @@ def test_start_that_came_to_nothing_leaves_no_trace(policy_folder, finished, tmp
     folder.begin(toy_config(policy_folder, training={"steps": 9}))
     folder.log("warm_start", 0, loss=9.0)
     folder.write("view.html", "old")
-    folder.write("records/step-00004.jsonl", "old")
+    folder.write("records/step-00009.jsonl", "old")
     assert_same_run(quiet_train(toy_config(policy_folder), folder.path), finished)
+    assert (folder.path / "view.html").read_text() != "old"
+    assert [path.name for path in folder.records.iterdir()] == ["step-00004.jsonl"]
+
+
+def test_records_of_steps_to_be_made_again_go(finished, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(finished.path, folder.path)
+    folder.write("records/step-00005.jsonl", "old")
+    folder.forget_after(4)
+    assert [path.name for path in folder.records.iterdir()] == ["step-00004.jsonl"]
 
 
 def test_finished_run_is_left_as_it_is(policy_folder, finished):

@@ -54,6 +54,12 @@ def page(opened):
     return opened(SESSIONS)
 
 
+def go(page, place):
+    page.goto(page.url.split("#")[0] + place)
+    page.reload()  # in the same document, going is not waited for
+    page.wait_for_selector("h2, .turn")
+
+
 def column(page, number):
     return page.locator(f"tbody td:nth-child({number})").all_inner_texts()
 
@@ -63,7 +69,7 @@ def number_of(page, name):
 
 
 def test_curves_tell_their_values_to_pointer_and_keyboard(page):
-    page.goto(page.url.split("#")[0] + "#")
+    go(page, "#")
     curve = page.locator("figure", has=page.locator("h3", has_text="Turn success")).first
     assert curve.locator("li").all_inner_texts() == ["sampled 0.5", "held out 0.4"]
     curve.locator("svg[role=img]").focus()
@@ -74,7 +80,7 @@ def test_curves_tell_their_values_to_pointer_and_keyboard(page):
 
 
 def test_table_sorts_filters_and_searches(page):
-    page.goto(page.url.split("#")[0] + "#")
+    go(page, "#")
     assert column(page, 6) == ["✓ yes", "✗ no", "✗ no", "✗ no"]
     page.get_by_role("button", name="Reward").click()
     assert column(page, 5) == ["1", "0.5", "0.375", "0"]
@@ -87,7 +93,9 @@ def test_table_sorts_filters_and_searches(page):
     page.get_by_label("filter by seed").fill("twelve")
     assert page.locator("[aria-invalid=true]").count() == 1 and len(column(page, 5)) == 3
     page.get_by_label("filter by seed").fill("")
-    page.get_by_label("filter by reward").fill("0.4..1")
+    page.get_by_label("filter by reward").fill("0.3..0.5")
+    assert column(page, 5) == ["0.375", "0.5"]
+    page.get_by_label("filter by reward").fill(">0.4")
     page.get_by_label("filter by success").select_option("no")
     assert column(page, 5) == ["0.5"]
     page.get_by_role("button", name="Clear filters").click()
@@ -99,7 +107,7 @@ def test_table_sorts_filters_and_searches(page):
 
 def test_numbers_of_a_known_token_by_mouse_and_keyboard(page):
     """The second session's third token: credit -0.321, probability exp(-0.5)."""
-    page.goto(page.url.split("#")[0] + "#1")
+    go(page, "#1")
     token = page.locator(".token").nth(2)
     token.hover()
     assert page.locator("#numbers code").inner_text() == '" mv"'
@@ -115,7 +123,7 @@ def test_numbers_of_a_known_token_by_mouse_and_keyboard(page):
 
 
 def test_colour_follows_the_measure_and_is_not_alone(page):
-    page.goto(page.url.split("#")[0] + "#0")
+    go(page, "#0")
     tokens = page.locator(".token")
 
     def look(i):
@@ -135,7 +143,7 @@ def test_colour_follows_the_measure_and_is_not_alone(page):
 
 
 def test_siblings_side_by_side(page):
-    page.goto(page.url.split("#")[0] + "#0")
+    go(page, "#0")
     assert page.locator(".siblings a").all_inner_texts() == ["✓✓ 1", "✓✗ 0.5"]
     page.get_by_role("button", name="Siblings").click()
     assert [text.split("seed")[0] for text in page.locator(".head").all_inner_texts()] == ["this session, ", ""]
@@ -145,11 +153,11 @@ def test_siblings_side_by_side(page):
 
 
 def test_hostile_and_long_text_is_text(page):
-    page.goto(page.url.split("#")[0] + "#1")
+    go(page, "#1")
     assert page.title() == "crest on desk" and page.locator("img").count() == 0
     shown = page.locator(".tool .text").first.inner_text()
     assert shown == HOSTILE.replace("\x1b", "␛")
-    page.goto(page.url.split("#")[0] + "#2")
+    go(page, "#2")
     long = page.locator(".tool .text").first
     assert len(long.inner_text()) < 4000
     page.get_by_role("button", name="show all 100000 characters").click()
