@@ -42,6 +42,9 @@ def run(
         typer.Option(help="Folder of a run that goes on, with its own configuration; more --steps for a finished one."),
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all, open sessions and predict memory; train and write nothing.")
+    ] = False,
 ) -> None:
     """Train, and leave a folder with configuration, metrics, checkpoints, curves and sampled sessions.
 
@@ -66,6 +69,11 @@ def run(
     resolved = load_config(config, overrides)
     from transformers.utils import logging
 
+    if dry_run:
+        from crest_train.dry_run import dry_run as look
+
+        look(resolved, Console())
+        return
     from crest_train.loop import train
     from crest_train.orphans import end_with_parent
 
@@ -73,6 +81,29 @@ def run(
     logging.disable_progress_bar()  # of loading and saving a model: the run has its own
 
     train(resolved, output, Console())
+
+
+@app.command()
+def plan(
+    config: Annotated[Path | None, typer.Argument(help="TOML file of a run; without it, the default run.")] = None,
+    memory: Annotated[str, typer.Option(help="What is to fit: as 80GB (of 10^9 bytes) or 24GiB.")] = "80GB",
+    tokens: Annotated[
+        int | None, typer.Option(min=4, help="Of the longest session. Default: [training] tokens_per_micro_batch.")
+    ] = None,
+    prompt: Annotated[int, typer.Option(min=0, help="Tokens of it that all plays of the session share.")] = 0,
+) -> None:
+    """Predict the memory of a run, part by part, and the longest session that fits; no weight is loaded.
+
+    `run --dry-run` does so with what the environment's own sessions take.
+    """
+    _refuse_several("plan")
+    # Imported late: help needs no torch.
+    from crest_train.config import load_config
+    from crest_train.plan import Planner
+    from crest_train.plan_report import bytes_of, default_sizes, report
+
+    room, planner = bytes_of(memory), Planner(load_config(config))
+    report(planner, default_sizes(planner, tokens, prompt), Console(), room)
 
 
 @app.command()

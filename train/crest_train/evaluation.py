@@ -26,7 +26,7 @@ from crest_train.engines import make_engine
 from crest_train.environments import FIRST_HELD_OUT_SEED, make_environment
 from crest_train.evaluate import held_out_sampling
 from crest_train.evaluation_report import report
-from crest_train.loading import first_policy
+from crest_train.loading import check_policy_section, first_policy
 from crest_train.model import check_policy
 from crest_train.rollouts import rollout
 from crest_train.run_folder import RunFolder
@@ -92,6 +92,7 @@ def evaluate_policy(
     """
     if samples < 1:
         raise ValueError(f"--samples: found {samples}, wanted at least 1")
+    check_policy_section(config.policy)
     chosen = held_out(config, sessions)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)

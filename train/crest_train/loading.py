@@ -1,6 +1,7 @@
 """How a policy comes into memory: from where it lies, with what [policy] asks of it: attention, adapters, kernels."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import torch
@@ -20,9 +21,7 @@ def first_policy(section: PolicySection, console: Console) -> tuple[PreTrainedMo
     Raises ValueError when policy.model is none of them, or cannot do what the section asks for.
     """
     model, tokenizer = _base(section, console)
-    if section.lora.rank:
-        add_adapters(model, section)
-    return prepared(model, section), tokenizer
+    return with_options(model, section), tokenizer
 
 
 def load_pretrained(folder: Path, section: PolicySection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -55,7 +54,11 @@ def read_model(path: Path, section: PolicySection) -> PreTrainedModel:
 
 def check_policy_section(section: PolicySection) -> None:
     """Raise ValueError where the section asks for what this machine, or what is installed, cannot do."""
-    cpu = section.device == "cpu"
+    cpu, count = section.device == "cpu", torch.cuda.device_count()
+    if not cpu and int(section.device.partition(":")[2] or 0) >= count:
+        raise ValueError(
+            f"policy.device: torch finds {count or 'no'} CUDA device{'s' * (count != 1)}, found {section.device!r}"
+        )
     if section.attention == "flash_attention_2" and (cpu or section.dtype != "bfloat16"):
         raise ValueError(
             f'policy.attention: found "flash_attention_2" with device {section.device!r} and dtype {section.dtype!r}, '
@@ -80,10 +83,27 @@ def _base(section: PolicySection, console: Console) -> tuple[PreTrainedModel, Pr
         model, tokenizer = built_in_policy(console=console)
         return model.to(section.device, getattr(torch, section.dtype)), tokenizer
     whole = section.model_copy(update={"lora": type(section.lora)(), "gradient_checkpointing": False, "liger": False})
+    if _is_hub_name(section.model):
+        return _from_hub(whole)
     return load_pretrained(path_of("smollm2") if section.model == "smollm2" else Path(section.model), whole)
 
 
-def _read(path: Path, section: PolicySection) -> PreTrainedModel:
+def _is_hub_name(model: str) -> bool:
+    """Whether it reads as OWNER/NAME and no folder of that name is begun here."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) is not None and not Path(model).parent.is_dir()
+
+
+def _from_hub(section: PolicySection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        return _read(section.model, section), AutoTokenizer.from_pretrained(section.model)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"policy.model: {section.model!r} is no folder, nor to be had of the Hugging Face Hub or its cache "
+            f"({first_line(error)})"
+        ) from error
+
+
+def _read(path: Path | str, section: PolicySection) -> PreTrainedModel:
     attention = section.attention
     if attention == "auto":
         flash = section.device != "cpu" and section.dtype == "bfloat16" and importlib.util.find_spec("flash_attn")
@@ -102,6 +122,13 @@ def _place(model: PreTrainedModel) -> None:
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
+
+
+def with_options(model: PreTrainedModel, section: PolicySection) -> PreTrainedModel:
+    """A whole model with the adapters, recomputed activations and kernels that the section asks for."""
+    if section.lora.rank:
+        add_adapters(model, section)
+    return prepared(model, section)
 
 
 def prepared(model: PreTrainedModel, section: PolicySection) -> PreTrainedModel:

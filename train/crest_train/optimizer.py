@@ -27,13 +27,14 @@ class MasterAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Take the parameters' gradients to float32, step there, round back."""
+        """Take the parameters' gradients to float32, step there, round back: one by one, so that no second copy of all
+        gradients stands beside them."""
         for master, rounded in zip(self.masters, self.rounded, strict=True):
-            master.grad = None if rounded.grad is None else rounded.grad.float()
-        super().step(closure)
-        for master, rounded in zip(self.masters, self.rounded, strict=True):
-            rounded.copy_(master)
-            master.grad = None
+            if rounded.grad is not None:
+                master.grad = rounded.grad.float()
+                super().step(closure)
+                rounded.copy_(master)
+                master.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the parameters' gradients."""

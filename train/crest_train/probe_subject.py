@@ -16,7 +16,7 @@ from crest_train.credit import needs_of, spans_of
 from crest_train.draws import generator_of, session_seeds
 from crest_train.environments import make_environment
 from crest_train.evaluate import sampling_of
-from crest_train.loading import load_pretrained
+from crest_train.loading import check_policy_section, load_pretrained
 from crest_train.recording import read_rollouts, record
 from crest_train.rollouts import rollout
 from crest_train.run_folder import RunFolder
@@ -54,6 +54,7 @@ def subject_of(policy: Path, config: Config | None, seed: int, recorded: bool, c
         what = "is no run folder" if policy.is_dir() else "is not there"
         raise ValueError(f"POLICY: {policy} {what}; want a run's folder, or a model's with --rollouts or --config")
     config = config or (load_config(policy / "config.toml") if run else Config())
+    check_policy_section(config.policy)
     config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
     if run is None:
         return Subject(config, *load_pretrained(policy, config.policy))
