@@ -34,6 +34,7 @@ def outcome_metrics(batch: Rollout, reward_B: torch.Tensor, group_size: int) -> 
         "completions/max_length": float(length_B.max()),
         "completions/clipped_ratio": batch.cut_sessions / len(batch.sessions),
         "cut_sessions": batch.cut_sessions,
+        "lost_sessions": batch.lost_sessions,
         "prompt_tokens": sum(len(session.prompt) for session in batch.sessions),
         "sampled_tokens": batch.sampled_tokens,
         "fed_tokens": batch.fed_tokens,

@@ -105,6 +105,11 @@ class Rollout:
         """Number of sessions that reached the model's context."""
         return sum(session.cut for session in self.sessions)
 
+    @property
+    def lost_sessions(self) -> int:
+        """Number of sessions whose process died or hung (environments/supervised.py)."""
+        return sum(bool(s.actions) and s.actions[-1].info.get("lost", False) for s in self.sessions)
+
 
 def as_tensors(sessions: list[Session], seconds: float) -> Rollout:
     """The rollout of sessions that were played in so many seconds."""

@@ -19,6 +19,10 @@ ENVIRONMENTS = {
     "bfcl": "crest_train.environments.bfcl:Bfcl",
     "desk": "crest_train.environments.desk:Desk",
     "openenv": "crest_train.environments.adapters.openenv:OpenEnvironment",
+    "scienceworld": "crest_train.environments.scienceworld:ScienceWorld",
+    "supervised": "crest_train.environments.supervised:Supervised",
+    "textcraft": "crest_train.environments.textcraft:TextCraft",
+    "textworld_express": "crest_train.environments.textworld_express:TextworldExpress",
     "trl": "crest_train.environments.adapters.trl:TrlEnvironment",
     "verifiers": "crest_train.environments.adapters.verifiers:VerifiersEnvironment",
 }

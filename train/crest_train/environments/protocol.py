@@ -25,7 +25,7 @@ class Step:
         a method that needs it): `role` (Role), `feedback` (int: -1, 0, +1 read from the reply), `error` (bool: the
         action failed), `cause` (int: number, from 0 and counted over the session, of the earlier action whose error
         made this one fail, else -1), `state_key` (int below 2^63: equal for actions that found the same state),
-        `redundant` (bool).
+        `redundant` (bool), `lost` (bool: the process that played the session was lost, which ended it).
     """
 
     observation: str | None = None
