@@ -84,7 +84,7 @@ class ScienceWorld(Supervised):
         self,
         tasks: Sequence[str] = TASKS,
         simplifications: Sequence[str] = ("easy",),
-        max_actions: int = 100,
+        max_actions: int = 200,
         timeout: float = 120.0,
     ) -> None:
         for argument, found, known in (("tasks", tasks, TASKS), ("simplifications", simplifications, SIMPLIFICATIONS)):
