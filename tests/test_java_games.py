@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -64,13 +65,21 @@ def java_of(process):
     raise AssertionError("no Java machine runs there")
 
 
+def send(process, sent):
+    """Send a signal and wait for it to be taken: the process has stopped or is gone."""
+    os.kill(process, sent)
+    told = Path(f"/proc/{process}/stat")
+    while told.exists() and told.read_text().rpartition(") ")[2][0] not in "TZX":
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_java_machine_that_is_lost_costs_one_session(sent):
     environment, other = (make_environment("textworld_express", {"games": ["coin"], "timeout": 8.0}) for _ in range(2))
     environment.reset(0)
     other.reset(1)
     seen = other.step("look around").observation
-    os.kill(java_of(environment._host.process.pid), sent)
+    send(java_of(environment._host.process.pid), sent)
     step = environment.step("look around")
     assert step.info["lost"] and step.turn_reward == 0 and step.done
     assert other.step("look around").observation == seen

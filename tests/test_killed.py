@@ -10,6 +10,7 @@ import torch
 from crest_train.config import to_toml
 from crest_train.policy import TinyConfig, TinyForCausalLM
 from crest_train.run_folder import RunFolder
+from killed import STAGES
 from toy import WORDS, toy_tokenizer
 from toy_runs import drawn, last_of, toy_config
 
@@ -77,4 +78,4 @@ def test_killed_runs_go_on_bit_for_bit(runs, kind):
 def test_the_moments_are_all_over_the_run(runs):
     stages = runs[1]
     assert len(stages) == TIMES * len(KINDS)
-    assert {"imitate", "evaluate", "rollout", "gather", "update", "write_checkpoint", "write_whole"} <= set(stages)
+    assert set(stages) == {*STAGES, "between"}

@@ -17,20 +17,21 @@ def policy(tmp_path_factory):
     return save_policy(tmp_path_factory.mktemp("policy"))
 
 
-def session(rewards, lengths, *, prompt=3, cut=False, num_turns=2):
+def session(rewards, lengths, *, prompt=3, cut=False, lost=False, num_turns=2):
     """A session whose turn k is one action of lengths[k] tokens, with entropy k + 1 at each."""
     ids, actions = [], []
     for turn, length in enumerate(lengths):
         ids += [9]
         actions.append(Action(turn, len(ids), [7] * length, [-0.5] * length, [turn + 1.0] * length))
         ids += [7] * length
+    actions[-1].info = {"lost": lost}
     return Session(0, "", [1] * prompt, num_turns, ["ask"] * num_turns, [], ids, actions, rewards, cut)
 
 
 def test_metrics_of_sessions_with_known_outcomes():
     sessions = [
         session([1.0, 1.0], [2, 4]),
-        session([1.0, 0.0], [2, 2]),
+        session([1.0, 0.0], [2, 2], lost=True),
         session([0.0], [6], cut=True),
         session([0.0, 0.0], [1, 1]),
     ]
@@ -47,6 +48,7 @@ def test_metrics_of_sessions_with_known_outcomes():
         "completions/max_length": 6,
         "completions/clipped_ratio": 1 / 4,
         "cut_sessions": 1,
+        "lost_sessions": 1,
         "prompt_tokens": 12,
         "sampled_tokens": 18,
         "fed_tokens": 18 + 7,

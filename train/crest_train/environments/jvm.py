@@ -2,6 +2,8 @@
 
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,29 +37,40 @@ class Jvm:
 
     def new(self, name: str) -> Any:
         """A new object of the Java class with the full name."""
-        java_class = self.gateway.jvm
-        for part in name.split("."):
-            java_class = getattr(java_class, part)
-        return self.call(java_class)
+        with _told():
+            java_class = self.gateway.jvm
+            for part in name.split("."):
+                java_class = getattr(java_class, part)
+            return java_class()
 
-    def call(self, method: Any, *args: Any) -> Any:
-        """What a method gives: a number, a text, True or False; a list as a tuple of its texts.
+    def call(self, target: Any, method: str, *args: Any) -> Any:
+        """What a method of an object gives: a number, a text, True or False; a list as a tuple of its texts.
 
         Raises RuntimeError with the first line of what Java threw.
         """
         from py4j.java_collections import JavaArray, JavaList
-        from py4j.protocol import Py4JError, Py4JJavaError
+        from py4j.protocol import Py4JJavaError
 
-        try:
-            found = method(*args)
-            if isinstance(found, JavaArray | JavaList):
-                texts = tuple(found)
-                self.gateway.detach(found)
-                return texts
-            return found
-        except Py4JJavaError as error:
-            thrown = str(error.java_exception.toString()).splitlines()[0]
-            self.gateway.detach(error.java_exception)
-            raise RuntimeError(thrown) from None
-        except (Py4JError, OSError) as error:
-            raise ProcessLost(str(error)) from error
+        with _told():
+            try:
+                found = getattr(target, method)(*args)  # to look the method up asks the machine, too
+                if isinstance(found, JavaArray | JavaList):
+                    texts = tuple(found)
+                    self.gateway.detach(found)
+                    return texts
+                return found
+            except Py4JJavaError as error:
+                thrown = str(error.java_exception.toString()).splitlines()[0]
+                self.gateway.detach(error.java_exception)
+                raise RuntimeError(thrown) from None
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Whatever breaks between Python and the machine is a ProcessLost."""
+    from py4j.protocol import Py4JError
+
+    try:
+        yield
+    except (Py4JError, OSError) as error:
+        raise ProcessLost(str(error)) from error

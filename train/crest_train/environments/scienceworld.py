@@ -149,7 +149,7 @@ class Session:
         return _machine().new("scienceworld.runtime.pythonapi.PythonInterface")
 
     def _call(self, method: str, *args):
-        return _machine().call(getattr(self._engine, method), *args)
+        return _machine().call(self._engine, method, *args)
 
     def _load(self, gold: bool) -> None:
         self._call("load", self.task, self.variation, self.simplifications, gold)

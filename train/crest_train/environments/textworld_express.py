@@ -106,7 +106,7 @@ class Session:
         return _machine().new("textworldexpress.runtime.PythonInterface")
 
     def _call(self, method: str, *args):
-        return _machine().call(getattr(self._engine, method), *args)
+        return _machine().call(self._engine, method, *args)
 
     def _begin(self, gold: bool) -> dict[str, Any]:
         Session.begun_last = self
