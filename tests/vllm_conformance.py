@@ -72,6 +72,7 @@ def main(folder, server=None):
     model.eval()
     chat, failed = make_chat(tokenizer), False
     engine = engine_of(server, model)
+    engine.push(model)  # a server may hold what an earlier run trained
     for name, options in SAMPLINGS.items():
         sampling = Sampling(max_action_tokens=12, **options)
         began = time.perf_counter()
