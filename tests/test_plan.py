@@ -9,6 +9,7 @@ from crest_train.plan import Planner, Sizes
 from crest_train.plan_report import bytes_of
 from test_cli import complaint, crest_train
 from toy import toy_model, toy_tokenizer
+from transformers import LlamaConfig
 
 RECIPES = Path(__file__).parents[1] / "train" / "recipes"
 GB = 10**9
@@ -72,14 +73,19 @@ def test_full_logits_are_counted_for_what_they_are(folder):
     assert plan.full_logits >= 2 * 4 * 4096 * toy_model().config.vocab_size  # float32, and their gradient
 
 
-def test_the_longest_trajectory_fits_and_a_longer_one_does_not(folder):
-    made = planner({"model": folder})
+@pytest.mark.parametrize("memory", [2**29, 8 * GB, 400 * GB])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_longest_trajectory_fits_and_a_longer_one_does_not(tmp_path, recompute, memory):
+    # Of short trajectories the head's gradient of 26 MB is the most that a backward pass holds.
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaConfig(vocab_size=50000, **sizes).save_pretrained(tmp_path)
+    policy = {"model": str(tmp_path), "gradient_checkpointing": recompute}
+    made = planner(policy, training={"tokens_per_micro_batch": 1})
     plan = made.plan(Sizes(4096))
-    longest, full = made.longest(GB, plan, 0.25)
-    assert 0 < full <= longest
-    for tokens, fits in ((longest, True), (int(1.1 * longest), False)):
-        alone = planner({"model": folder}, training={"tokens_per_micro_batch": 1}).plan(Sizes(tokens))
-        assert (alone.phases["update"] <= GB) == fits
+    longest, full = made.longest(memory, plan, 0.25)
+    assert 0 < full < longest
+    assert made.plan(Sizes(longest)).phases["update"] <= memory < made.plan(Sizes(int(1.02 * longest))).phases["update"]
+    assert made.plan(Sizes(full)).with_full_logits <= memory < made.plan(Sizes(int(1.02 * full))).with_full_logits
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ torch's fused kernels have it, whatever policy.attention says.
 T = tokens of a micro-batch, padding counted, R = those that the policy wrote, H = hidden size, V = vocabulary.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,14 +20,14 @@ from crest_ops.heads import logit_options
 from crest_train.architectures import architecture
 from crest_train.config import Config
 from crest_train.credit import needs_of
-from crest_train.footprint import meta_tensors, rollout_pass, scoring_pass, update_pass
+from crest_train.footprint import UpdatePass, meta_tensors, rollout_pass, scoring_pass, update_pass
 from crest_train.loading import with_options
 from crest_train.model import context_length, recomputing_layers
 
 SHARE = 0.25
 """Of a session's tokens, the part that the policy writes, where nothing else is known."""
 
-_FITTED = (2048, 4096, 8192)  # lengths that the curves of `longest` go through
+_SHORT = 512  # tokens: the shortest session, but for one token, whose passes `longest` counts
 
 
 @dataclass(frozen=True)
@@ -150,18 +151,32 @@ class Planner:
     def longest(self, memory: int, plan: Plan, share: float = SHARE) -> tuple[int, int]:
         """Tokens of the longest session whose update, as a micro-batch of its own, fits into so many bytes, and those
         with full logits; 0: none. plan: of any sessions."""
-        with meta_tensors():
-            self._widen(max(_FITTED))
-            passes = [update_pass(self.model, 1, length, 0, max(1, round(length * share))) for length in _FITTED]
         room = memory - plan.resident - plan.gradients
 
-        def fits(tokens: int, head: int) -> bool:
-            saved, backward = (_curve(tokens, [getattr(p, name) for p in passes]) for name in ("saved", "backward"))
-            return max(saved + head, backward, plan.stepping) <= room
+        @functools.cache
+        def passed(tokens: int) -> UpdatePass:
+            with meta_tensors():
+                self._widen(tokens)
+                return update_pass(self.model, 1, tokens, 0, max(1, round(tokens * share)))
+
+        def last(head: Callable[[int], int]) -> int:
+            # Passes are counted at lengths four times apart, and taken as lines between them, which they hardly leave.
+            def fits(tokens: int, low: int, high: int) -> bool:
+                part = (tokens - low) / (high - low)
+                saved, backward = (
+                    (1 - part) * getattr(passed(low), name) + part * getattr(passed(high), name)
+                    for name in ("saved", "backward")
+                )
+                return max(saved + head(tokens), backward, plan.stepping) <= room
+
+            low, high = 1, _SHORT
+            while fits(high, low, high) and high < 2**31:
+                low, high = high, 4 * high
+            return _last(lambda tokens: fits(tokens, low, high), high)
 
         return (
-            _last(lambda tokens: fits(tokens, self._head(max(1, round(tokens * share))))),
-            _last(lambda tokens: fits(tokens, 8 * tokens * self.vocabulary)),
+            last(lambda tokens: self._head(max(1, round(tokens * share)))),
+            last(lambda tokens: 8 * tokens * self.vocabulary),
         )
 
     def longest_played(self, memory: int, plan: Plan, sizes: Sizes) -> int:
@@ -215,22 +230,9 @@ class Planner:
         config.max_position_embeddings = max(tokens, context_length(self.model))
 
 
-def _curve(tokens: int, values: list[int]) -> int:
-    """The parabola through the values at _FITTED, there; a mask [T,T] is why it is not a line."""
-    total = 0.0
-    for at, value in zip(_FITTED, values, strict=True):
-        weight = 1.0
-        for other in _FITTED:
-            weight *= (tokens - other) / (at - other) if other != at else 1.0
-        total += weight * value
-    return round(total)
-
-
-def _last(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, where all smaller ones do; 0 if 1 does not."""
-    low, high = 0, 1
-    while high < 2**31 and fits(high):
-        low, high = high, 2 * high
+def _last(fits: Callable[[int], bool], high: int) -> int:
+    """The largest number below `high` that fits, where all smaller ones do; 0 if 1 does not."""
+    low = 0
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
