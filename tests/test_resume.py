@@ -37,6 +37,10 @@ def finished(policy_folder, tmp_path_factory):
     return quiet_train(toy_config(policy_folder), tmp_path_factory.mktemp("runs") / "run")
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def stop_after_save(monkeypatch, step):
     """Stop the next run as soon as the checkpoint of `step` is written."""
     save = RunFolder.save
@@ -238,14 +242,24 @@ def test_run_with_all_checkpoints_damaged_is_left_alone(policy_folder, finished,
     shutil.copytree(finished.path, folder.path)
     for step in (2, 4):
         harm(folder.checkpoints / f"step-0000{step}" / "model.safetensors", "half")
-    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    before = contents(folder.path)
     with pytest.raises(ValueError) as refused:
         quiet_train(toy_config(policy_folder), folder.path)
     said = str(refused.value)
     for step in (4, 2):
         assert f"{folder.checkpoints}/step-0000{step} is damaged (model.safetensors has " in said
     assert said.endswith(f"; bring one back from a copy, or delete {folder.path} to begin the run again")
-    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+    assert contents(folder.path) == before
+
+
+def test_run_without_its_checkpoints_is_left_alone(policy_folder, finished, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(finished.path, folder.path)
+    shutil.rmtree(folder.checkpoints)
+    before = contents(folder.path)
+    with pytest.raises(ValueError, match="holds the metrics of steps and no checkpoint to go on from; name another"):
+        quiet_train(toy_config(policy_folder), folder.path)
+    assert contents(folder.path) == before
 
 
 @pytest.mark.parametrize("kept", [1, 3])
@@ -269,7 +283,7 @@ def test_safe_keys_may_change_and_others_are_refused_by_name(policy_folder, tmp_
     shutil.copytree(finished.path, folder.path)
     run = {"seed": 1, "threads": 1, "checkpoint_every": 2}
     refused = toy_config(policy_folder, method={"name": "trace"}, run=run | {"seed": 2, "records": 1})
-    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    before = contents(folder.path)
     with pytest.raises(ValueError) as stop:
         quiet_train(refused, folder.path)
     last = folder.checkpoints / "step-00004"
@@ -278,7 +292,7 @@ def test_safe_keys_may_change_and_others_are_refused_by_name(policy_folder, tmp_
     )
     with pytest.raises(ValueError, match="training.steps: found 3, but the run has 4 behind it"):
         quiet_train(toy_config(policy_folder, training={"steps": 3, "rate": 1e-3}), folder.path)
-    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+    assert contents(folder.path) == before
     safe = toy_config(policy_folder, run=run | {"records": 1}, evaluation={"sessions": 4, "every": 1})
     train(safe, folder.path, Console(width=40))
     said = capsys.readouterr().out

@@ -110,7 +110,7 @@ class RunFolder:
     def last_checkpoint(self, console: Console) -> Checkpoint | None:
         """The last one that is whole, None without any; what is damaged behind it is named on the console.
 
-        Raises ValueError when all are damaged.
+        Raises ValueError when all are damaged, and when steps were made of which there is none.
         """
         found = []
         for step in reversed(self.steps()):
@@ -124,6 +124,11 @@ class RunFolder:
         if found:
             raise ValueError(
                 f"{'; '.join(found)}; bring one back from a copy, or delete {self.path} to begin the run again"
+            )
+        if any(line["event"] == "step" for line in self.metrics()):
+            raise ValueError(
+                f"{self.path} holds the metrics of steps and no checkpoint to go on from; name another --output, or "
+                "delete the folder to begin the run again"
             )
         return None
 
