@@ -8,8 +8,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer with its keys and values in a buffer that grows by half when full: a step copies its own token.
+    """One layer with its keys and values in a buffer that grows by an eighth when full.
 
+    A step copies its own token, and now and then all: little beside attention, which reads them all in every step.
     For inference: the buffer is written in place. `keys` and `values` are views of its filled part.
     """
 
@@ -34,7 +35,7 @@ class GrowingLayer(DynamicLayer):
 
     def _grow(self, key_states: torch.Tensor, value_states: torch.Tensor, total: int) -> None:
         filled = self.get_seq_length()
-        capacity = total + max(self.least_spare, total // 2)
+        capacity = total + max(self.least_spare, total // 8)
         key_buffer, value_buffer = (
             states.new_empty(*states.shape[:-2], capacity, states.shape[-1]) for states in (key_states, value_states)
         )

@@ -1,11 +1,13 @@
 """What `crest_train.plan` predicts beside the peak of resident memory that a fresh process shows (Linux, CPU).
 
-python train/results/plan.py [CASE ...]: all CASES, or those whose name holds a CASE; to plan.csv beside this file.
+python train/results/plan.py [CASE ...]: all CASES, or those whose name holds a CASE; their rows in plan.csv beside this
+file are made anew.
 An update: a step on two sessions, a micro-batch each, by an optimizer that has its moments; a quarter of the tokens are
-the policy's. A rollout: rows that all write until the session is so long. Measured is the peak of resident memory less
-what the process holds once it has made a step on a tiny session; weights are drawn, not read; one thread. Twice: with
-every block of 128 KiB or more given back when it is freed (MALLOC_MMAP_THRESHOLD_=131072), which is what a plan can
-know of; and as glibc has it by default, whose heap keeps what was freed below what is not.
+the policy's. A rollout: rows that all write until the session is so long, and no optimizer, measured or predicted.
+Measured is the peak of resident memory less what the process holds once it has made a step on a tiny session; weights
+are drawn, not read; one thread. Twice: with every block of 128 KiB or more given back when it is freed
+(MALLOC_MMAP_THRESHOLD_=131072), which is what a plan can know of; and as glibc has it by default, whose heap keeps what
+was freed below what is not.
 """
 
 import csv
@@ -54,6 +56,7 @@ CASES = [
     ("rollout", "smollm2", NARROW, 512, 384),
 ]
 """Phase, policy, what [policy] has beside it, tokens of a session, those of its prompt."""
+KEYS = ("phase", "model", "policy", "tokens", "prompt")
 ROWS = 16
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 
@@ -142,41 +145,39 @@ def main() -> None:
     if sys.argv[1:2] == ["--here"]:
         print(measure(*json.loads(sys.argv[2])))
         return
-    rows = []
+    rows = {}
+    if RESULTS.exists():
+        with open(RESULTS, newline="", encoding="utf-8") as file:
+            rows = {_name(*(row[key] for key in KEYS)): row for row in csv.DictReader(file)}
     for case in CASES:
-        phase, model, policy, tokens, prompt = case
-        name = f"{phase} {model} {json.dumps(policy)} {tokens} {prompt}"
+        name = _name(*case[:2], json.dumps(case[2]), *case[3:])
         if sys.argv[1:] and not any(wanted in name for wanted in sys.argv[1:]):
             continue
-        plan = Planner(config_of(*case[1:])).plan(Sizes(tokens, prompt))
-        predicted, measured, by_default = (
-            plan.phases[phase] / 2**20,
-            *(_fresh(case, given) for given in (GIVEN_BACK, {})),
-        )
-        rows.append(
-            {
-                "phase": phase,
-                "model": model,
-                "policy": json.dumps(policy),
-                "tokens": tokens,
-                "prompt": prompt,
-                "predicted_mib": round(predicted),
-                "measured_mib": round(measured),
-                "ratio": f"{predicted / measured:.3f}",
-                "default_malloc_mib": round(by_default),
-                "torch": torch.__version__,
-            }
-        )
-        print(
-            name,
-            *(f"{key} {rows[-1][key]}" for key in ("predicted_mib", "measured_mib", "ratio", "default_malloc_mib")),
-            flush=True,
-        )
-    if not sys.argv[1:]:
+        rows[name] = _row(case)
+        print(name, *(f"{key} {value}" for key, value in rows[name].items() if key not in KEYS), flush=True)
         with open(RESULTS, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0])
+            writer = csv.DictWriter(file, rows[name])
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(rows.values())
+
+
+def _name(*values: object) -> str:
+    return " ".join(map(str, values))
+
+
+def _row(case: tuple) -> dict[str, object]:
+    phase, *sizes = case
+    plan = Planner(config_of(*sizes)).plan(Sizes(*sizes[2:]))
+    predicted = (plan.phases[phase] - (plan.optimizer if phase == "rollout" else 0)) / 2**20
+    measured, by_default = (_fresh(case, given) for given in (GIVEN_BACK, {}))
+    return {
+        **dict(zip(KEYS, (phase, sizes[0], json.dumps(sizes[1]), *sizes[2:]), strict=True)),
+        "predicted_mib": round(predicted),
+        "measured_mib": round(measured),
+        "ratio": f"{predicted / measured:.3f}",
+        "default_malloc_mib": round(by_default),
+        "torch": torch.__version__,
+    }
 
 
 if __name__ == "__main__":
