@@ -38,8 +38,8 @@ def report(planner: Planner, sizes: Sizes, console: Console, memory: int | None 
         _say(
             console,
             "Counted are tensors. Beside them stand 400 to 500 MiB of a process that has imported everything, and what "
-            "glibc keeps of freed memory, which may be more than all of this (RESULTS.md); it keeps nothing, at 10 to 25 % "
-            "more time for updates, with MALLOC_MMAP_THRESHOLD_=131072 in the environment",
+            "glibc keeps of freed memory, which may be more than all of this (RESULTS.md); it keeps nothing, at 10 to "
+            "25 % more time for updates, with MALLOC_MMAP_THRESHOLD_=131072 in the environment",
         )
 
 
